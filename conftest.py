@@ -71,7 +71,9 @@ def _forget_programs():
 
 
 def pytest_collection_finish():
-    """Most objects are modules and tests, which stay. The garbage collector looks at them no more, and less often at the others."""
+    """Most objects are modules and tests, which stay. The garbage collector looks at them no more, and less often at
+    the others.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -93,8 +95,8 @@ _SHARE_OF_EXHAUSTIVE = 10
 def pytest_collection_modifyitems(items):
     """Marks most cases of a test marked `sampled(n)`.
 
-    Every n-th case keeps the marks of the test. Of the others every tenth is `exhaustive`, and the rest are `slow`; all are
-    `exhaustive` with `sampled(n, others="exhaustive")`. All are `slow` if the test is `exhaustive`.
+    Every n-th case keeps the marks of the test. Of the others every tenth is `exhaustive`, and the rest are `slow`; all
+    are `exhaustive` with `sampled(n, others="exhaustive")`. All are `slow` if the test is `exhaustive`.
     """
     seen, others = collections.Counter(), collections.Counter()
     for item in items:
@@ -104,8 +106,7 @@ def pytest_collection_modifyitems(items):
         test = item.nodeid.partition("[")[0]
         if seen[test] % mark.args[0]:
             rare = item.get_closest_marker("exhaustive") or (
-                others[test] % _SHARE_OF_EXHAUSTIVE
-                and mark.kwargs.get("others") != "exhaustive"
+                others[test] % _SHARE_OF_EXHAUSTIVE and mark.kwargs.get("others") != "exhaustive"
             )
             item.add_marker("slow" if rare else "exhaustive")
             others[test] += 1

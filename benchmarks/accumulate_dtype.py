@@ -4,8 +4,8 @@
 
 A network learns what another one computes, with weights in bfloat16 and their master copies in float32, as in practice.
 Its gradients are summed over 64 microbatches, in bfloat16 (`accumulate_dtype=None`) or in float32. The control has
-weights in float32. Everything else is equal: data, optimizer and, but for rounding, first weights. A line has the error of the first
-minibatch's gradient against a sum in float64, and the loss of each seed on rows that were not trained on.
+weights in float32. Everything else is equal: data, optimizer and, but for rounding, first weights. A line has the error
+of the first minibatch's gradient against a sum in float64, and the loss of each seed on rows that were not trained on.
 """
 
 import argparse
@@ -39,9 +39,7 @@ def layers(dtype) -> list:
     def layer(a: int, b: int, last: bool):
         class Layer(nnx.Module):
             def __init__(self, *, rngs):
-                self.linear = nnx.Linear(
-                    a, b, param_dtype=dtype, dtype=dtype, rngs=rngs
-                )
+                self.linear = nnx.Linear(a, b, param_dtype=dtype, dtype=dtype, rngs=rngs)
 
             def __call__(self, x):
                 y = self.linear(x)
@@ -89,9 +87,7 @@ def gradient_error(pipe: jpipe.Pipeline, state, batch: dict, sums, args) -> floa
             x = nnx.merge(graph, nnx.State(params))(x)
         return loss(x, part) / args.microbatches
 
-    parts = jax.tree.map(
-        lambda a: a.reshape(args.microbatches, -1, *a.shape[1:]), batch
-    )
+    parts = jax.tree.map(lambda a: a.reshape(args.microbatches, -1, *a.shape[1:]), batch)
     gradient = jax.jit(jax.grad(of_microbatch))
     exact, summed = 0.0, None
     for m in range(args.microbatches):
@@ -107,14 +103,9 @@ def gradient_error(pipe: jpipe.Pipeline, state, batch: dict, sums, args) -> floa
 def run(pipe: jpipe.Pipeline, seed: int, dtype, sums, args) -> tuple[float, float]:
     """The error of the first gradient, and the final loss on new rows."""
     rng = np.random.default_rng(seed)
-    teacher = [
-        rng.standard_normal((a, b)) * 1.5 / np.sqrt(a)
-        for a, b in zip(WIDTHS, WIDTHS[1:])
-    ]
+    teacher = [rng.standard_normal((a, b)) * 1.5 / np.sqrt(a) for a, b in zip(WIDTHS, WIDTHS[1:])]
     new = rows(rng, teacher, 4096)
-    batches = [
-        rows(rng, teacher, args.microbatches * args.rows) for _ in range(args.steps)
-    ]
+    batches = [rows(rng, teacher, args.microbatches * args.rows) for _ in range(args.steps)]
     state = pipe.init(jax.random.key(seed), batches[0])
     error = np.nan
     if dtype == jnp.bfloat16:
@@ -132,12 +123,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4, help="of a microbatch")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     args = parser.parse_args()
-    print(
-        f"{args.microbatches} microbatches of {args.rows} rows, {args.steps} steps, {args.seeds} seeds"
-    )
-    print(
-        f"{'weights':28} {'error of a gradient':>20} {'loss on new rows, by seed':>40} {'mean':>9}"
-    )
+    print(f"{args.microbatches} microbatches of {args.rows} rows, {args.steps} steps, {args.seeds} seeds")
+    print(f"{'weights':28} {'error of a gradient':>20} {'loss on new rows, by seed':>40} {'mean':>9}")
     start = time.time()
     for name, (dtype, sums) in WAYS.items():
         pipe = pipeline(dtype, sums, args)  # compiled once for all seeds

@@ -77,12 +77,7 @@ TASKS = {
         "metric": "bits_per_byte",
         "better": min,
         "margin": 0.2,
-        "methods": METHODS
-        | {
-            "NAdam": NONE
-            | PAIRED
-            | {"optimizer.name": "nadamw", "optimizer.momentum": 0.99}
-        },
+        "methods": METHODS | {"NAdam": NONE | PAIRED | {"optimizer.name": "nadamw", "optimizer.momentum": 0.99}},
         "microbatches_of_2bw": 4,
         "rates": [4e-3, 8e-3, 1.6e-2],
     },
@@ -113,9 +108,7 @@ def run(config: str, overrides: dict, folder: pathlib.Path, core: int) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
     }
     start = time.perf_counter()
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | cache
-    )
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
     if ended.returncode not in (0, 1):  # 1: the loss was not finite, a result too
         raise SystemExit(f"{' '.join(command)} failed:\n{ended.stderr[-3000:]}")
     seconds = round(time.perf_counter() - start, 1)
@@ -143,11 +136,7 @@ def run_all(task: dict, names: list, seeds: int, always: dict, out: pathlib.Path
         return [json.loads(line) for line in lines]
 
     with concurrent.futures.ThreadPoolExecutor(cores.qsize()) as pool:
-        futures = {
-            (name, seed): pool.submit(train, name, seed)
-            for seed in range(seeds)
-            for name in names
-        }
+        futures = {(name, seed): pool.submit(train, name, seed) for seed in range(seeds) for name in names}
     return {name: [futures[name, s].result() for s in range(seeds)] for name in names}
 
 
@@ -213,9 +202,7 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
 def time_of(steps: float, facts: dict) -> float:
     """The time of `steps` steps. The unit is one step of a pipeline that is never idle."""
     slow = min(steps, facts["warm_up"])
-    return (
-        slow / facts["utilisation_of_warm_up"] + (steps - slow) / facts["utilisation"]
-    )
+    return slow / facts["utilisation_of_warm_up"] + (steps - slow) / facts["utilisation"]
 
 
 def crossing(points: dict[int, float], reaches) -> float | None:
@@ -251,10 +238,7 @@ def results(task: dict, logs: dict, always: dict) -> dict:
     num_steps = max(record["step"] for log in logs["synchronous"] for record in log)
     rows = {}
     for name, of_seeds in logs.items():
-        reached = [
-            crossing(curve(log, metric), lambda value: sign * (value - target))
-            for log in of_seeds
-        ]
+        reached = [crossing(curve(log, metric), lambda value: sign * (value - target)) for log in of_seeds]
         steps = None if None in reached else statistics.mean(reached)
         facts = table_facts(task, name, always)
         rows[name] = facts | {
@@ -264,10 +248,7 @@ def results(task: dict, logs: dict, always: dict) -> dict:
             "time_to_target": steps and time_of(steps, facts),
             "num_steps": num_steps,
             "time": time_of(num_steps, facts),
-            "curves": {
-                key: [list(curve(log, key).items()) for log in of_seeds]
-                for key in ("loss", metric)
-            },
+            "curves": {key: [list(curve(log, key).items()) for log in of_seeds] for key in ("loss", metric)},
         }
     return {"metric": metric, "target": target, "methods": rows}
 
@@ -285,8 +266,7 @@ def markdown(summary: dict) -> str:
         if len(values) > 1:
             mean += f" ± {statistics.stdev(values):.4f}"
         steps, time_ = (
-            "-" if row[key] is None else f"{row[key]:,.0f}"
-            for key in ("steps_to_target", "time_to_target")
+            "-" if row[key] is None else f"{row[key]:,.0f}" for key in ("steps_to_target", "time_to_target")
         )
         lines.append(
             f"| {name} | {mean} | {row['diverged'] or '-'} | {row['delay']} | {row['memory']:.1f} | "
@@ -303,8 +283,8 @@ _COLUMNS = 6
 def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
     """Training loss and metric: two panels for each method, with the synchronous run in each.
 
-    Lines are the mean of the seeds, bands their range. An accuracy is drawn as the error, on a logarithmic axis, which shows
-    differences near 100 %.
+    Lines are the mean of the seeds, bands their range. An accuracy is drawn as the error, on a logarithmic axis, which
+    shows differences near 100 %.
     """
     import matplotlib
 
@@ -376,20 +356,14 @@ def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=list(TASKS))
     parser.add_argument("--out", required=True, type=pathlib.Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument("--tune", action="store_true", help="synchronous, by rate")
-    parser.add_argument(
-        "--set", nargs="*", default=[], help="overrides for every run, as name=value"
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="only draw, from OUT/results.json"
-    )
+    parser.add_argument("--set", nargs="*", default=[], help="overrides for every run, as name=value")
+    parser.add_argument("--redraw", action="store_true", help="only draw, from OUT/results.json")
     args = parser.parse_args()
     task = TASKS[args.task]
     if args.redraw:
@@ -399,10 +373,7 @@ def main() -> None:
     always = dict(word.split("=", 1) for word in args.set)
     if args.tune:
         synchronous = task["methods"]["synchronous"]
-        task["methods"] = {
-            f"rate {rate:g}": synchronous | {"optimizer.learning_rate": rate}
-            for rate in task["rates"]
-        }
+        task["methods"] = {f"rate {rate:g}": synchronous | {"optimizer.learning_rate": rate} for rate in task["rates"]}
     names = args.methods or list(task["methods"])
     if unknown := set(names) - set(task["methods"]):
         known = "; ".join(task["methods"])

@@ -2,19 +2,19 @@
 
     python benchmarks/asynchronous_methods.py --data data --out runs/methods
 
-trains a byte-level GPT, a ResNet on images and a translator. A layer reads the weights that it would read as one of S stages:
-delays fall evenly from S - 1 at the first layer to 0 at the last, which is a pipeline in unit ticks with one microbatch
-per update (N = 1). It keeps the weights of each forward for its backward (PipeDream), but for PipeMare's methods, whose
-backwards read the newest weights.
+trains a byte-level GPT, a ResNet on images and a translator. A layer reads the weights that it would read as one of S
+stages: delays fall evenly from S - 1 at the first layer to 0 at the last, which is a pipeline in unit ticks with one
+microbatch per update (N = 1). It keeps the weights of each forward for its backward (PipeDream), but for PipeMare's
+methods, whose backwards read the newest weights.
 
-`--data` is a folder with `text` (files that end in `train.txt.gz`, `valid.txt.gz` and `test.txt.gz`), `fashion-mnist` (the four
-gzipped files of Fashion-MNIST or MNIST) and `translation` (`en_de_train.tsv.gz` and so on). `--quick` needs no data and
-shows that everything runs; its figures mean nothing.
+`--data` is a folder with `text` (files that end in `train.txt.gz`, `valid.txt.gz` and `test.txt.gz`), `fashion-mnist`
+(the four gzipped files of Fashion-MNIST or MNIST) and `translation` (`en_de_train.tsv.gz` and so on). `--quick` needs
+no data and shows that everything runs; its figures mean nothing.
 
-The rate of a method is searched with the first seed: a first rate, a third of it and three times it, and further while the
-best one is at an edge, at most four rates. The loss of validation data chooses. The other seeds train at the best rate. A method is
-compiled once, because the rate is a number in the optimizer's state. A finished run is in `runs.json` in the output
-folder and is not run again. `--redraw` makes the tables and the picture again from that file.
+The rate of a method is searched with the first seed: a first rate, a third of it and three times it, and further while
+the best one is at an edge, at most four rates. The loss of validation data chooses. The other seeds train at the best
+rate. A method is compiled once, because the rate is a number in the optimizer's state. A finished run is in `runs.json`
+in the output folder and is not run again. `--redraw` makes the tables and the picture again from that file.
 """
 
 import argparse
@@ -91,9 +91,7 @@ def text(folder: pathlib.Path | None) -> dict:
 
     if folder is None:
         data = Text(seq_len=SEQ_LEN).load()
-        return {"train": data.train} | dict.fromkeys(
-            ("validation", "test"), short(data.test)
-        )
+        return {"train": data.train} | dict.fromkeys(("validation", "test"), short(data.test))
 
     def read(part: str) -> Windows:
         (path,) = (folder / "text").glob(f"*{part}.txt*")
@@ -132,9 +130,7 @@ def tasks(quick: bool) -> dict[str, Task]:
             scale=1 / math.log(2),
         ),
         "images": Task(
-            ResNet(
-                num_channels=1, widths=(8, 16), num_blocks=(1, 1), fine_grained=True
-            ),
+            ResNet(num_channels=1, widths=(8, 16), num_blocks=(1, 1), fine_grained=True),
             fashion,
             batch_size=32,
             num_steps=few or 1000,
@@ -210,41 +206,27 @@ METHODS = {
     "Adam": Method(ADAM, RATES),
     "Muon": Method(MUON, MUON_RATES),
     "basis rotation": Method(ROTATED, RATES),
-    "PipeMare T1+T2": Method(
-        {**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, discrepancy=True
-    ),
-    "PipeMare T1+T2+T3": Method(
-        {**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, True, warm_up=1 / 8
-    ),
+    "PipeMare T1+T2": Method({**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, discrepancy=True),
+    "PipeMare T1+T2+T3": Method({**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, True, warm_up=1 / 8),
     "prediction": Method({**ADAM, **AHEAD}, RATES),
     "prediction +T1": Method({**ADAM, **T1, **AHEAD}, ANNEALED),
     "NAdam": Method(dict(name="nadamw", momentum=0.99), (3e-3, 1e-3, 3e-4)),
     "DC-ASGD": Method({**ADAM, "delay_compensation": 2.0}, RATES),
     "Muon, error feedback": Method({**MUON, "error_feedback": 1.0}, MUON_RATES),
     "Muon +T1": Method({**MUON, **T1}, MUON_ANNEALED),
-    "Muon +T1, error feedback": Method(
-        {**MUON, **T1, "error_feedback": 1.0}, MUON_ANNEALED
-    ),
+    "Muon +T1, error feedback": Method({**MUON, **T1, "error_feedback": 1.0}, MUON_ANNEALED),
     "Muon, momentum 0.8": Method({**MUON, "momentum": 0.8}, MUON_RATES),
     "Muon +T1, momentum 0.8": Method({**MUON, **T1, "momentum": 0.8}, MUON_ANNEALED),
     "Muon +T1, momentum 0.5": Method({**MUON, **T1, "momentum": 0.5}, MUON_ANNEALED),
-    "Muon +slow T1, momentum 0.8": Method(
-        {**MUON, **SLOW_T1, "momentum": 0.8}, MUON_ANNEALED
-    ),
-    "Muon +lasting T1, momentum 0.8": Method(
-        {**MUON, **LASTING_T1, "momentum": 0.8}, (2.7e-2, 2.7e-2, 2.7e-2)
-    ),
+    "Muon +slow T1, momentum 0.8": Method({**MUON, **SLOW_T1, "momentum": 0.8}, MUON_ANNEALED),
+    "Muon +lasting T1, momentum 0.8": Method({**MUON, **LASTING_T1, "momentum": 0.8}, (2.7e-2, 2.7e-2, 2.7e-2)),
     "Muon +T1, momentum 0.8, error feedback": Method(
         {**MUON, **T1, "momentum": 0.8, "error_feedback": 1.0}, MUON_ANNEALED
     ),
     "Muon, fading prediction": Method({**MUON, **AHEAD_FADING}, MUON_RATES),
-    "Muon +T1, fading prediction": Method(
-        {**MUON, **T1, **AHEAD_FADING}, MUON_ANNEALED
-    ),
+    "Muon +T1, fading prediction": Method({**MUON, **T1, **AHEAD_FADING}, MUON_ANNEALED),
     "basis rotation +T1": Method({**ROTATED, **T1}, ANNEALED),
-    "basis rotation +T1, fading prediction": Method(
-        {**ROTATED, **T1, **AHEAD_FADING}, ANNEALED
-    ),
+    "basis rotation +T1, fading prediction": Method({**ROTATED, **T1, **AHEAD_FADING}, ANNEALED),
 }
 SYNCHRONOUS = ("Adam", "Muon", "basis rotation", "Muon, momentum 0.8")
 
@@ -304,9 +286,7 @@ class Trainer:
         # A step overwrites its state.
         return jax.tree.map(jnp.copy, self.first_states[seed])
 
-    def evaluate(
-        self, pipe: jpipe.Pipeline, state: jpipe.PipelineState, part: str
-    ) -> tuple[float, float]:
+    def evaluate(self, pipe: jpipe.Pipeline, state: jpipe.PipelineState, part: str) -> tuple[float, float]:
         """The metric and the loss of the newest weights, on "validation" or "test"."""
         examples = self.data[part]
         batch = examples.batch(np.arange(len(examples)), None)
@@ -403,10 +383,7 @@ class Row(NamedTuple):
     def steps_to(self, task: Task, target: float) -> float | None:
         """Steps to a target, the mean of the seeds; None if one did not reach it."""
         sign = 1 if task.better is max else -1
-        steps = [
-            crossing(curve, lambda value: sign * (value - target))
-            for curve in self.curves
-        ]
+        steps = [crossing(curve, lambda value: sign * (value - target)) for curve in self.curves]
         return None if None in steps else statistics.mean(steps)
 
 
@@ -423,10 +400,7 @@ def rows_of(name: str, task: Task, runs: dict) -> dict[tuple[int, str], Row]:
         return task.scale * value if math.isfinite(run["validation"]) else math.nan
 
     chosen = {cell: rates[best_rate(rates)] for cell, rates in tried.items()}
-    ends = {
-        cell: [shown(run, run["curve"][-1][2]) for run in of]
-        for cell, of in chosen.items()
-    }
+    ends = {cell: [shown(run, run["curve"][-1][2]) for run in of] for cell, of in chosen.items()}
     return {
         cell: Row(
             best_rate(tried[cell]),
@@ -434,10 +408,7 @@ def rows_of(name: str, task: Task, runs: dict) -> dict[tuple[int, str], Row]:
             ends[cell],
             [shown(run, run["averaged"]) for run in of],
             [
-                [
-                    [step, loss, task.scale * metric, held_out]
-                    for step, loss, metric, held_out in run["curve"]
-                ]
+                [[step, loss, task.scale * metric, held_out] for step, loss, metric, held_out in run["curve"]]
                 for run in of
             ],
         )
@@ -519,16 +490,15 @@ def markdown(task: Task, rows: dict, S: int) -> str:
             _count(time_to(task, rows, cell, S)),
         ]
         lines.append("| " + " | ".join(words) + " |")
-    lines.append(
-        f"\nTarget: {target:.3f}, the end of the worst seed of the best method."
-    )
+    lines.append(f"\nTarget: {target:.3f}, the end of the worst seed of the best method.")
     return "\n".join(lines)
 
 
 def summary(found: dict[str, tuple[Task, dict]]) -> str:
     """The winner of every task and number of stages, beside the best synchronous method and plain Adam."""
     lines = [
-        "| task | S | best method | its result | best synchronous | behind | Adam with delays | time to target | synchronous |",
+        "| task | S | best method | its result | best synchronous | behind | Adam with delays | time to target | "
+        "synchronous |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, (task, rows) in found.items():
@@ -561,9 +531,7 @@ def draw(found: dict[str, tuple[Task, dict]], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    used = collections.Counter(
-        method for _, rows in found.values() for _, method in rows
-    )
+    used = collections.Counter(method for _, rows in found.values() for _, method in rows)
     names = [method for method in METHODS if used[method] > 1]
     figure, panels = pyplot.subplots(
         1, len(found), figsize=(4 * len(found) + 2, 0.34 * len(names) + 1.6), sharey=True,
@@ -614,10 +582,7 @@ def report(runs: dict, quick: bool, out: pathlib.Path) -> None:
         rows = rows_of(name, task, runs)
         stages = sorted(stages - {1})
         found[name] = task, rows
-        parts += [
-            f"### {TITLES[name]}, {S} stages\n\n{markdown(task, rows, S)}"
-            for S in stages
-        ]
+        parts += [f"### {TITLES[name]}, {S} stages\n\n{markdown(task, rows, S)}" for S in stages]
     if not found:
         return
     text = "\n\n".join([summary(found), *parts])
@@ -627,9 +592,7 @@ def report(runs: dict, quick: bool, out: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = tasks(quick=False)
     parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
     parser.add_argument("--out", type=pathlib.Path, required=True)
@@ -637,29 +600,21 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 8, 100])
     parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--rates", type=int, default=MOST_RATES, help="the most for a method"
-    )
+    parser.add_argument("--rates", type=int, default=MOST_RATES, help="the most for a method")
     parser.add_argument("--quick", action="store_true", help="a few steps, no data")
     parser.add_argument("--redraw", action="store_true", help="only draw")
     args = parser.parse_args()
     if args.data is None and not (args.quick or args.redraw):
-        raise SystemExit(
-            "`--data` must name the folder of the data. Or pass `--quick`."
-        )
+        raise SystemExit("`--data` must name the folder of the data. Or pass `--quick`.")
     names = args.methods or list(METHODS)
     if unknown := set(names) - set(METHODS):
-        raise SystemExit(
-            f"no method {', '.join(sorted(unknown))}: there are {'; '.join(METHODS)}."
-        )
+        raise SystemExit(f"no method {', '.join(sorted(unknown))}: there are {'; '.join(METHODS)}.")
     args.out.mkdir(parents=True, exist_ok=True)
     runs = Runs(args.out / "runs.json")
     for name in () if args.redraw else args.tasks:
         task = tasks(args.quick)[name]
         data = task.data(None if args.quick else args.data)
-        cells = [
-            (S, of) for S in args.stages for of in names if S > 1 or of in SYNCHRONOUS
-        ]
+        cells = [(S, of) for S in args.stages for of in names if S > 1 or of in SYNCHRONOUS]
         rates = 1 if args.quick else args.rates
         train(name, task, data, runs, cells, args.seeds, rates)
     report(runs.found, args.quick, args.out)

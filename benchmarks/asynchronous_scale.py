@@ -131,9 +131,7 @@ def momentum_of(num_steps: int) -> Callable:
         return optax.chain(
             optax.add_decayed_weights(5e-4, mask=_is_kernel),
             optax.trace(0.9),
-            optax.scale_by_learning_rate(
-                optax.piecewise_constant_schedule(rate, drops)
-            ),
+            optax.scale_by_learning_rate(optax.piecewise_constant_schedule(rate, drops)),
         )
 
     return optimizer
@@ -188,9 +186,7 @@ def tasks(quick: bool, num_steps: int | None = None) -> dict[str, Task]:
     steps = num_steps or (8 if quick else 600)
     stages = dataclasses.replace(
         resnet,
-        model=dataclasses.replace(
-            resnet.model, widths=(8,), num_blocks=(1 if quick else 17,), stem_stride=4
-        ),
+        model=dataclasses.replace(resnet.model, widths=(8,), num_blocks=(1 if quick else 17,), stem_stride=4),
         num_microbatches=8,
         batch_size=8 if quick else 32,
         num_steps=steps,
@@ -256,10 +252,7 @@ def images(folder: pathlib.Path | None, num_validation: int = 5000) -> dict:
         num_validation = 200
     else:
         parts = {
-            name: tuple(
-                read_idx(folder / f"{prefix}-{kind}-ubyte.gz")
-                for kind in ("images-idx3", "labels-idx1")
-            )
+            name: tuple(read_idx(folder / f"{prefix}-{kind}-ubyte.gz") for kind in ("images-idx3", "labels-idx1"))
             for name, prefix in (("train", "train"), ("test", "t10k"))
         }
     (x, y), (test_x, test_y) = parts["train"], parts["test"]
@@ -304,9 +297,7 @@ def facts_of(method: Method, S: int, N: int) -> Any:
         return jpipe.schedules.get(method.schedule)(S, N, **options).facts()
 
 
-def table_of(
-    method: Method, num_layers: int, S: int, N: int, synchronous: bool = False
-) -> jpipe.Schedule:
+def table_of(method: Method, num_layers: int, S: int, N: int, synchronous: bool = False) -> jpipe.Schedule:
     """A table of one device with the delays of a method, one stage per layer.
 
     Args:
@@ -352,9 +343,7 @@ class Trainer:
             ties=task.model.ties() if hasattr(task.model, "ties") else (),
             **hooks,
         )
-        table = functools.partial(
-            table_of, method, len(layers), S, task.num_microbatches
-        )
+        table = functools.partial(table_of, method, len(layers), S, task.num_microbatches)
         self.pipe = make(schedule=table())
         self.first = make(schedule=table(synchronous=True)) if method.warm_up else None
 
@@ -424,9 +413,7 @@ class Evaluator:
 
     def __call__(self, pipe: jpipe.Pipeline, state: Any, examples: Any) -> dict:
         params, mutable = pipe.get_params(state), pipe.get_mutable_state(state)
-        own = self.pipe.init(
-            jax.random.key(0), self.microbatch, params=params, mutable_state=mutable
-        )
+        own = self.pipe.init(jax.random.key(0), self.microbatch, params=params, mutable_state=mutable)
         batch = examples.batch(np.arange(len(examples)), None)
         found = self.pipe.evaluate(own, batch)
         loss = float(found["loss"])
@@ -477,9 +464,7 @@ def train_all(
             return Trainer(task, data, method, S)
 
         def result(rate: float, seed: int = 0, name: str = name) -> float:
-            run = runs.get(
-                f"{name}|{rate:g}|{seed}", lambda: trainer().run(rate, seed, evaluator)
-            )
+            run = runs.get(f"{name}|{rate:g}|{seed}", lambda: trainer().run(rate, seed, evaluator))
             return run["validation"]
 
         best = train_seeds(start, result, seeds, only_rate)
@@ -607,9 +592,7 @@ def sizes_of(model: Any) -> np.ndarray:
     return np.array([size(make) for make in model.layers()])
 
 
-def accounting(
-    method: Method, sizes: np.ndarray, N: int, copies: int, warm_up: float = 0.0
-) -> dict:
+def accounting(method: Method, sizes: np.ndarray, N: int, copies: int, warm_up: float = 0.0) -> dict:
     """Throughput and memory as the paper counts them.
 
     Args:
@@ -709,10 +692,7 @@ def summary_of(task: Task, runs: dict, per_epoch: int) -> dict:
     target = end - sign * task.margin
     slow = accounting(METHODS["synchronous"], sizes, task.num_microbatches, 1)
     for row in methods.values():
-        steps = [
-            crossing(curve, lambda value: sign * (value - target))
-            for curve in row["curves"]
-        ]
+        steps = [crossing(curve, lambda value: sign * (value - target)) for curve in row["curves"]]
         row["reached"] = sum(step is not None for step in steps)
         row["epochs"] = row["time"] = None
         if None not in steps:
@@ -720,11 +700,7 @@ def summary_of(task: Task, runs: dict, per_epoch: int) -> dict:
             row["epochs"] = statistics.mean(steps) * epochs
             late = row["warm_up"] / slow["throughput"] - row["warm_up"]
             full = row["facts"]["throughput"]
-            row["time"] = (
-                row["epochs"] / full
-                if not row["warm_up"]
-                else (statistics.mean(steps) + late) * epochs
-            )
+            row["time"] = row["epochs"] / full if not row["warm_up"] else (statistics.mean(steps) + late) * epochs
     return {
         "num_stages": len(sizes),
         "num_microbatches": task.num_microbatches,
@@ -762,16 +738,15 @@ def mean_of(values: list[float], digits: int = 4) -> str:
 def markdown(study: str, summary: dict) -> str:
     """The figures of a study of techniques as a table."""
     lines = [
-        f"| method | best {summary['metric']} | rate (tried) | epochs to target | throughput | memory | time to target | "
+        f"| method | best {summary['metric']} | rate (tried) | epochs to target | throughput | memory | time to target "
+        "| "
         "the paper |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in summary["methods"].items():
         tried = ", ".join(row["tried"])
         epochs, time_ = (
-            f"{row[key]:.2f}"
-            if row[key] is not None
-            else f"- ({row['reached']} of {len(row['best'])})"
+            f"{row[key]:.2f}" if row[key] is not None else f"- ({row['reached']} of {len(row['best'])})"
             for key in ("epochs", "time")
         )
         facts = row["facts"]
@@ -812,8 +787,7 @@ def accounting_table() -> str:
         sizes = sizes_of(model)
         for N in (8, 16, 32, 64):
             sync, late, stashing = (
-                accounting(METHODS[method], sizes, N, copies)
-                for method in ("synchronous", "+T1+T2", "PipeDream")
+                accounting(METHODS[method], sizes, N, copies) for method in ("synchronous", "+T1+T2", "PipeDream")
             )
             lines.append(
                 f"| {name} | {len(sizes)} | {N} | {late['throughput'] / sync['throughput']:.1f} | "
@@ -833,10 +807,7 @@ def points_of(runs: dict) -> dict:
     for (ticks, name, S), of in tried.items():
         rate = best_rate(of)
         # A loss that was not finite: the accuracy of a guess.
-        last = [
-            run["curve"][-1][2] if math.isfinite(run["validation"]) else 0.1
-            for run in of[rate]
-        ]
+        last = [run["curve"][-1][2] if math.isfinite(run["validation"]) else 0.1 for run in of[rate]]
         points[ticks].setdefault(name, {})[S] = (rate, last)
     return points
 
@@ -885,9 +856,7 @@ def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
             steps = [point[0] for point in whole[0]]
             values = np.array([[factor * point[column] for point in c] for c in whole])
             ax.plot(steps, values.mean(0), color=color, label=name, marker="o", ms=3)
-            ax.fill_between(
-                steps, values.min(0), values.max(0), color=color, alpha=0.15
-            )
+            ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15)
             ax.grid(alpha=0.3)
             ax.set_xlabel("step")
     axes[0].set_ylabel("training loss")
@@ -920,18 +889,13 @@ def draw_stages(task: Task, points: dict, path: pathlib.Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    figure, axes = pyplot.subplots(
-        1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
-    )
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     for ax, (ticks, of_ticks) in zip(axes, points.items()):
         for i, name in enumerate(REMEDIES):
             row = sorted(of_ticks.get(name, {}).items())
             style = "--" if name == "2BW" else "-"
             stages = [S for S, _ in row]
-            means, low, high = (
-                [100 * of(values) for _, (_, values) in row]
-                for of in (statistics.mean, min, max)
-            )
+            means, low, high = ([100 * of(values) for _, (_, values) in row] for of in (statistics.mean, min, max))
             ax.plot(stages, means, style, color=f"C{i}", marker="o", ms=4, label=name)
             ax.fill_between(stages, low, high, color=f"C{i}", alpha=0.12, lw=0)
         ax.set_xscale("log", base=2)
@@ -966,24 +930,16 @@ def report(study: str, task: Task, runs: dict, per_epoch: int, out: pathlib.Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "study", choices=["resnet", "translation", "stages", "accounting"]
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=["resnet", "translation", "stages", "accounting"])
     parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a run")
     parser.add_argument("--rate", type=float, help="the only one; else it is searched")
     parser.add_argument("--methods", nargs="+", help="some of them, by name")
-    parser.add_argument(
-        "--quick", action="store_true", help="far smaller, without data"
-    )
-    parser.add_argument(
-        "--redraw", action="store_true", help="only draw, from OUT/runs.json"
-    )
+    parser.add_argument("--quick", action="store_true", help="far smaller, without data")
+    parser.add_argument("--redraw", action="store_true", help="only draw, from OUT/runs.json")
     args = parser.parse_args()
     if args.study == "accounting":
         print(accounting_table())
@@ -991,15 +947,11 @@ def main() -> None:
     if args.out is None:
         raise SystemExit("`--out` must name the folder of the results.")
     if args.data is None and not (args.quick or args.redraw):
-        raise SystemExit(
-            "`--data` must name the folder of the data. Or pass `--quick`."
-        )
+        raise SystemExit("`--data` must name the folder of the data. Or pass `--quick`.")
     known = REMEDIES if args.study == "stages" else METHODS
     names = args.methods or list(known)
     if unknown := set(names) - set(known):
-        raise SystemExit(
-            f"no method {', '.join(sorted(unknown))}: there are {'; '.join(known)}."
-        )
+        raise SystemExit(f"no method {', '.join(sorted(unknown))}: there are {'; '.join(known)}.")
     methods = {name: known[name] for name in known if name in names}
     args.out.mkdir(parents=True, exist_ok=True)
     task = tasks(args.quick, args.steps)[args.study]

@@ -22,8 +22,7 @@ args = parser.parse_args()
 args.batch *= args.data
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + f" --xla_force_host_platform_device_count={args.stages * args.data}"
+    os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={args.stages * args.data}"
 )
 
 import jax  # noqa: E402
@@ -46,10 +45,7 @@ class Layer(nnx.Module):
 
     def __call__(self, x):
         return apply(
-            {
-                name: getattr(self, name)[...]
-                for name in bc.SHAPES[args.model](args.dim)
-            },
+            {name: getattr(self, name)[...] for name in bc.SHAPES[args.model](args.dim)},
             x,
         )
 
@@ -68,9 +64,7 @@ pipe = jpipe.Pipeline(
 x, y = bc.data(args)
 batch = {"inputs": x, "targets": y}
 state = pipe.init(jax.random.key(0), batch)
-batch = jax.device_put(
-    batch, jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec())
-)
+batch = jax.device_put(batch, jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec()))
 start = time.perf_counter()
 times, losses, compile_seconds = [], [], None
 for step in range(args.warmup + args.steps):

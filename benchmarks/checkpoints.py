@@ -71,10 +71,7 @@ def measure(dim: int, num_layers: int, folder: pathlib.Path) -> dict:
         return state, count, time.perf_counter() - start
 
     rng = np.random.default_rng(0)
-    batch = {
-        name: rng.normal(size=(64, dim)).astype(np.float32)
-        for name in ("inputs", "targets")
-    }
+    batch = {name: rng.normal(size=(64, dim)).astype(np.float32) for name in ("inputs", "targets")}
     pipe = pipeline(4)
     state = pipe.init(jax.random.key(0), batch)
     for _ in range(3):
@@ -139,9 +136,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, nargs="+", default=[512, 1536, 2560])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--measure", help=argparse.SUPPRESS)

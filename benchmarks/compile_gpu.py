@@ -151,10 +151,7 @@ def read(step: Step, schedule) -> dict:
     return {
         "num_ticks": [loop.trip_count for loop in loops],
         "ticks": ticks,
-        "microbatch": {
-            name: sum(work[name] for work in of_all_stages)
-            for name in ("kernels", "products")
-        },
+        "microbatch": {name: sum(work[name] for work in of_all_stages) for name in ("kernels", "products")},
         "permutes": {
             label: [
                 permute._replace(megabytes=round(permute.megabytes, 3))._asdict()
@@ -184,10 +181,7 @@ def busy_ticks(schedule, stage: int) -> dict[tuple[str, ...], Activity]:
     seen: dict[tuple[str, ...], collections.Counter] = {}
     for t in range(schedule.num_ticks):
         work = [
-            (name, int(schedule.stage[c]))
-            for name in LETTERS
-            for c in columns
-            if getattr(schedule, name)[t, c] != IDLE
+            (name, int(schedule.stage[c])) for name in LETTERS for c in columns if getattr(schedule, name)[t, c] != IDLE
         ]
         names = tuple(name for name in LETTERS if name in dict(work))
         seen.setdefault(names, collections.Counter())[frozenset(work)] += 1
@@ -248,15 +242,11 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setup", action="store_true", help="make the environment")
     parser.add_argument("--redraw", action="store_true", help="print the saved rows")
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    parser.add_argument(
-        "--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES)
-    )
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--flags", default="", help="further flags of XLA")
     parser.add_argument("--small", action="store_true", help="small sizes, see `SMALL`")
@@ -290,9 +280,7 @@ def main() -> None:
     own = args.root.resolve() == HERE.parent.resolve()
     out = args.out or (RESULTS if own and not sizes else None)
     rows = []
-    for request in wanted_rows(
-        args.models, args.schedules, args.stages, sizes, args.flags
-    ):
+    for request in wanted_rows(args.models, args.schedules, args.stages, sizes, args.flags):
         row = compile_in_process(args, request)
         rows.append(row)
         print(json.dumps(row), flush=True)

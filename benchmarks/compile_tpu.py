@@ -24,8 +24,8 @@ row:
   cycles of one block.
 
 With `--compress-messages` or `--compress-gradients` the saved rows also have `exchanged_mb`: MB of the result of every
-all-gather and all-reduce above 1 KB. Those of compressed gradients stand in loops over the weights of one shape, and count
-once for each shape.
+all-gather and all-reduce above 1 KB. Those of compressed gradients stand in loops over the weights of one shape, and
+count once for each shape.
 """
 
 import argparse
@@ -108,9 +108,7 @@ class Program:
         lines: list[str] = []
         for line in text.splitlines():
             if line.startswith(("%", "ENTRY")):
-                lines = self.computations.setdefault(
-                    line.removeprefix("ENTRY ").split()[0], []
-                )
+                lines = self.computations.setdefault(line.removeprefix("ENTRY ").split()[0], [])
             elif line.startswith("  "):
                 lines.append(line)
         self._cycles: dict[str, int] = {}
@@ -144,14 +142,8 @@ class Program:
             for i, line in enumerate(lines):
                 if " collective-permute-start(" not in line:
                     continue
-                start = (
-                    line.split()[0] if line.split()[0] != "ROOT" else line.split()[1]
-                )
-                done = next(
-                    j
-                    for j in range(i + 1, len(lines))
-                    if f"collective-permute-done({start})" in lines[j]
-                )
+                start = line.split()[0] if line.split()[0] != "ROOT" else line.split()[1]
+                done = next(j for j in range(i + 1, len(lines)) if f"collective-permute-done({start})" in lines[j])
                 between = sum(map(self.cycles, lines[i + 1 : done]))
                 total = max(self.of_computation(name), 1)
                 transfers.append(
@@ -175,9 +167,7 @@ class Program:
         """The estimated cycles of a stage's "forward", "backward" and, if split, "weight_grad"."""
         operations: dict[str, int] = {}
         for line in itertools.chain(*self.computations.values()):
-            scope = re.search(
-                r"/(forward|backward|weight_grad)/stage([\d,-]+)/cond\"", line
-            )
+            scope = re.search(r"/(forward|backward|weight_grad)/stage([\d,-]+)/cond\"", line)
             if scope is None or " conditional(" not in line:
                 continue
             # The scope names the stages of the branch as ranges, such as "1-3,5".
@@ -195,8 +185,7 @@ class Program:
             for name, lines in self.computations.items()
             if name != entry
             for line in lines
-            if re.search(r" copy(-start)?\(", line)
-            and bytes_of_shape(line.split(" = ")[1]) >= at_least
+            if re.search(r" copy(-start)?\(", line) and bytes_of_shape(line.split(" = ")[1]) >= at_least
         ]
 
 
@@ -215,7 +204,9 @@ def bytes_of_shape(shape: str) -> int:
 
 
 def reserved_bytes(analysis) -> int:
-    """What a compiled program reserves on a chip, from its `memory_analysis()`: a donated argument and its result count once."""
+    """What a compiled program reserves on a chip, from its `memory_analysis()`: a donated argument and its result count
+    once.
+    """
     return (
         analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -248,19 +239,13 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         num_heads=args.dim // 128,
         num_blocks=args.blocks_per_chip * stage - 2,
     )
-    schedule = jpipe.schedules.get(name)(
-        stage * STAGES_PER_DEVICE.get(name, 1), args.microbatches
-    )
+    schedule = jpipe.schedules.get(name)(stage * STAGES_PER_DEVICE.get(name, 1), args.microbatches)
     pipe = jpipe.Pipeline(
         model.layers(),
-        loss=lambda outputs, batch: optax.softmax_cross_entropy_with_integer_labels(
-            outputs, batch["targets"]
-        ).mean(),
+        loss=lambda outputs, batch: optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean(),
         optimizer=optax.adamw(1e-3),
         schedule=schedule,
-        mesh=jpipe.make_mesh(
-            stage=stage, data=data, ring=schedule.ring, devices=devices
-        ),
+        mesh=jpipe.make_mesh(stage=stage, data=data, ring=schedule.ring, devices=devices),
         compute_dtype=jnp.bfloat16,
         recompute=args.recompute,
         compress_messages=_compressor(args.compress_messages),
@@ -273,10 +258,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
     compiled = pipe.compile(batch)
     seconds = time.perf_counter() - start
     memory, analysis = pipe.memory(batch), compiled.memory_analysis()
-    predicted = sum(
-        getattr(memory, part)
-        for part in ("weights", "optimizer", "gradients", "activations", "batch")
-    )
+    predicted = sum(getattr(memory, part) for part in ("weights", "optimizer", "gradients", "activations", "batch"))
     program = Program(compiled.as_text())
     transfers = program.transfers()
     return {
@@ -307,7 +289,8 @@ def _compressor(text: str | None) -> Any:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| chips | data x stage | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per tick, MB "
+        "| chips | data x stage | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per "
+        "tick, MB "
         "| under compute | window / transfer | operations |",
         "|---" * 12 + "|",
     ]
@@ -316,7 +299,8 @@ def table(rows: list[dict]) -> str:
         slack = ", ".join(f"{x:.0f}" for x in r["slack"])
         cycles = ", ".join(f"{n / 1e3:,.0f}" for n in r["cycles"].values())
         lines.append(
-            f"| {r['topology'][:3]} | {r['mesh']} | `{r['schedule']}` | {r['predicted_mb']:,.0f} | {r['compiled_mb']:,.0f} "
+            f"| {r['topology'][:3]} | {r['mesh']} | `{r['schedule']}` | {r['predicted_mb']:,.0f} | "
+            f"{r['compiled_mb']:,.0f} "
             f"| {r['compiled_mb'] / r['predicted_mb']:.3f} | {r['compile_s']:.0f} | {r['permutes']} "
             f"| {r['sent_mb']:.1f} | {hidden} | {slack} | {cycles} |"
         )
@@ -324,31 +308,19 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--topologies", nargs="+", default=list(TOPOLOGIES), choices=list(TOPOLOGIES)
-    )
-    parser.add_argument(
-        "--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES)
-    )
-    parser.add_argument(
-        "--dim", type=int, default=512, help="model dimension; a head has 128"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), choices=list(TOPOLOGIES))
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    parser.add_argument("--dim", type=int, default=512, help="model dimension; a head has 128")
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--blocks-per-chip", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
     for what in ("messages", "gradients"):
-        parser.add_argument(
-            f"--compress-{what}", help="a compressor, such as quantize:bits=8"
-        )
+        parser.add_argument(f"--compress-{what}", help="a compressor, such as quantize:bits=8")
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
-    parser.add_argument(
-        "--redraw", type=pathlib.Path, help="only print the table of such a file"
-    )
+    parser.add_argument("--redraw", type=pathlib.Path, help="only print the table of such a file")
     args = parser.parse_args()
     if args.redraw:
         print(table(json.loads(args.redraw.read_text())))

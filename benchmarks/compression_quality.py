@@ -4,10 +4,11 @@
     python benchmarks/compression_quality.py --tasks digits --seeds 1 --steps 50
     python benchmarks/compression_quality.py --tasks sgd --steps 3000 --settings plain "gradients DCT 2.5 %"
 
-Every run trains as `train/train.py` does, on 2 stages with 2 replicas each, on 4 CPU devices; the seeds of a setting share its compiled
-program. A table has how many times fewer bytes are sent, the loss on held-out data, mean and standard deviation over the
-seeds, and what the compressors report after the last step. `--out FILE` also writes them as JSON, with the losses of
-all steps, and `--plot FILE.svg` draws these. `--redraw FILE` makes table and picture of such files, and runs nothing.
+Every run trains as `train/train.py` does, on 2 stages with 2 replicas each, on 4 CPU devices; the seeds of a setting
+share its compiled program. A table has how many times fewer bytes are sent, the loss on held-out data, mean and
+standard deviation over the seeds, and what the compressors report after the last step. `--out FILE` also writes them as
+JSON, with the losses of all steps, and `--plot FILE.svg` draws these. `--redraw FILE` makes table and picture of such
+files, and runs nothing.
 """
 
 import argparse
@@ -71,9 +72,7 @@ SETTINGS = {
         }.items()
     },
     **{
-        f"gradients accumulated PCA {rank}": [
-            f"--config.pipeline.accumulate_gradients=streaming_pca:rank={rank}"
-        ]
+        f"gradients accumulated PCA {rank}": [f"--config.pipeline.accumulate_gradients=streaming_pca:rank={rank}"]
         for rank in RANKS
     },
     **{
@@ -98,9 +97,7 @@ def settings_of(task: str) -> list[str]:
     return [name for name in names if "accumulated" not in name]
 
 
-def train(
-    task: str, setting: str, seeds: list[int], steps: int, extra: list[str]
-) -> list[dict]:
+def train(task: str, setting: str, seeds: list[int], steps: int, extra: list[str]) -> list[dict]:
     """One training for each seed: the held-out result, the losses of all steps and what compressors report."""
     import jax
 
@@ -153,7 +150,8 @@ def table(runs: list[dict]) -> str:
     for task in tasks:
         of_task = [r for r in runs if r["task"] == task]
         rows = [
-            f"| {task}, {of_task[0]['steps']} steps | bytes / | gradients, kB | held-out loss | accuracy, % | reported |",
+            f"| {task}, {of_task[0]['steps']} steps | bytes / | gradients, kB | held-out loss | accuracy, % | reported "
+            "|",
             "|---|---|---|---|---|---|",
         ]
         key = lambda r: (r["setting"], *r["extra"])  # noqa: E731
@@ -162,8 +160,7 @@ def table(runs: list[dict]) -> str:
             ratio, size = of[0]["ratio"], of[0]["gradient_bytes"] / 1e3
             accuracies = [100 * r["test_accuracy"] for r in of]
             reported = ", ".join(
-                f"{name} {statistics.mean(r['compression'][name] for r in of):.3g}"
-                for name in of[0]["compression"]
+                f"{name} {statistics.mean(r['compression'][name] for r in of):.3g}" for name in of[0]["compression"]
             )
             rows.append(
                 f"| {' '.join(group)} | {ratio:.1f} | {size:.0f} | {_spread([r['test_loss'] for r in of], 3)} "
@@ -211,8 +208,7 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
     window = max(steps // 30, 1)
     names = list(dict.fromkeys(r["setting"] for r in runs))
     panels = {
-        title: ["plain", *(name for name in names if name.startswith(starts))]
-        for title, starts in PANELS.items()
+        title: ["plain", *(name for name in names if name.startswith(starts))] for title, starts in PANELS.items()
     }
     panels = {title: of for title, of in panels.items() if len(of) > 1}
     columns = min(len(panels), 2)
@@ -238,9 +234,7 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
                 style["linestyle"] = "--"
             label = setting.removeprefix("gradients ").removeprefix("messages ")
             (line,) = axis.plot(at, means.mean(0), label=label, **style)
-            axis.fill_between(
-                at, means.min(0), means.max(0), color=line.get_color(), alpha=0.15, lw=0
-            )
+            axis.fill_between(at, means.min(0), means.max(0), color=line.get_color(), alpha=0.15, lw=0)
         axis.set(title=title, xlabel="step", ylabel="loss")
         axis.legend(fontsize=7, ncols=2)
     figure.savefig(path, metadata={"Date": None})
@@ -251,17 +245,13 @@ def main() -> None:
         description=__doc__.partition("\n")[0],
         epilog="Options such as --config.optimizer.learning_rate=0.1 go to train/train.py.",
     )
-    parser.add_argument(
-        "--tasks", nargs="+", default=["digits", "gpt"], choices=list(TASKS)
-    )
+    parser.add_argument("--tasks", nargs="+", default=["digits", "gpt"], choices=list(TASKS))
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=pathlib.Path, help="write all numbers as JSON")
     parser.add_argument("--plot", type=pathlib.Path, help="draw the losses of a task")
-    parser.add_argument(
-        "--redraw", nargs="+", type=pathlib.Path, help="files of --out; runs nothing"
-    )
+    parser.add_argument("--redraw", nargs="+", type=pathlib.Path, help="files of --out; runs nothing")
     args, extra = parser.parse_known_args()
     wrong = [word for word in extra if not word.startswith("--config.")]
     if wrong:

@@ -3,8 +3,9 @@
     python benchmarks/compression_speed.py
     python benchmarks/compression_speed.py --rows 4096 --columns 4096
 
-All compressors run in turns on one device, in several rounds, on an array whose threshold is known. A compressor pays on a link on
-which the bytes that it saves take longer than it does: `(bytes - bytes sent) / (seconds to encode and decode)`.
+All compressors run in turns on one device, in several rounds, on an array whose threshold is known. A compressor pays
+on a link on which the bytes that it saves take longer than it does: `(bytes - bytes sent) / (seconds to encode and
+decode)`.
 """
 
 import argparse
@@ -63,9 +64,7 @@ def main() -> None:
     for text, (_, _, sent) in programs.items():
         median = statistics.median(seconds[text])
         speed = (x.nbytes - sent) * 8 / median / 1e9
-        print(
-            f"| `{text}` | {x.nbytes / sent:.1f} | {median * 1e3:.2f} | {speed:.1f} |"
-        )
+        print(f"| `{text}` | {x.nbytes / sent:.1f} | {median * 1e3:.2f} | {speed:.1f} |")
 
 
 if __name__ == "__main__":

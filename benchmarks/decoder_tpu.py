@@ -170,9 +170,7 @@ class Sent:
                 times = int(trips[1]) if trips and " while(" in line else 1
                 for channel, (axes, megabytes) in self._of(inner).items():
                     found[channel] = axes, times * megabytes
-            kind = re.search(
-                r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(", line
-            )
+            kind = re.search(r" (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(", line)
             channel = re.search(r"channel_id=(\d+)", line)
             if kind and channel and "replica_groups=" in line:
                 group = self._group(line)
@@ -189,9 +187,7 @@ class Sent:
         explicit = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
         if explicit:
             return [int(n) for n in explicit[1].split(",")]
-        iota = re.search(
-            r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-        )
+        iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
         if iota is None:
             return list(range(math.prod(self._shape)))
         dims = [int(n) for n in iota[3].split(",")]
@@ -214,25 +210,28 @@ def _total(found: dict[str, tuple[str, float]]) -> float:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| chips | data x stage x fsdp x model | state predicted, GB | state compiled, GB | ratio | temporaries, GB | limit, GB "
-        "| sent in a tick, MB: messages | along fsdp | along model | sent in an update along data, MB | window / transfer | compiled in, s |",
+        "| chips | data x stage x fsdp x model | state predicted, GB | state compiled, GB | ratio | temporaries, GB | "
+        "limit, GB "
+        "| sent in a tick, MB: messages | along fsdp | along model | sent in an update along data, MB | window / "
+        "transfer | compiled in, s |",
         "|---" * 13 + "|",
     ]
     for r in rows:
         sent, kind = r["sent_mb"], r["topology"][:3]
         lines.append(
-            f"| {r['chips']} {kind} | {r['data']} x {r['stage']} x {r['fsdp']} x {r['model']} | {r['predicted_gb']:.2f} "
-            f"| {r['state_gb']:.2f} | {r['state_gb'] / r['predicted_gb']:.3f} | {r['temporaries_gb']:.2f} | {LIMIT_GB[kind]:.0f} "
-            f"| {sent['messages']:.1f} | {sent.get('fsdp', 0):,.0f} | {sent.get('model', 0):,.0f} | {r['update_mb']:,.0f} "
+            f"| {r['chips']} {kind} | {r['data']} x {r['stage']} x {r['fsdp']} x {r['model']} | "
+            f"{r['predicted_gb']:.2f} "
+            f"| {r['state_gb']:.2f} | {r['state_gb'] / r['predicted_gb']:.3f} | {r['temporaries_gb']:.2f} | "
+            f"{LIMIT_GB[kind]:.0f} "
+            f"| {sent['messages']:.1f} | {sent.get('fsdp', 0):,.0f} | {sent.get('model', 0):,.0f} | "
+            f"{r['update_mb']:,.0f} "
             f"| {min(r['slack']):.0f} | {r['compile_s']:.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=4096, help="a head has 128")
     parser.add_argument("--blocks", type=int, default=32)
     parser.add_argument("--vocab", type=int, default=32000)
@@ -241,9 +240,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", help="only these rows, from 0")
     parser.add_argument("--recompute", default="full", choices=["none", "full"])
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
-    parser.add_argument(
-        "--redraw", type=pathlib.Path, help="only print the table of such a file"
-    )
+    parser.add_argument("--redraw", type=pathlib.Path, help="only print the table of such a file")
     args = parser.parse_args()
     if args.redraw:
         print(table(json.loads(args.redraw.read_text())))

@@ -77,10 +77,7 @@ def make_model(args: argparse.Namespace) -> tuple[list, dict]:
 
 def plain_steps(layers: list, num_microbatches: int) -> dict:
     """Name -> `(step, state)`, with `step(*state, batch) -> (*state, loss)`."""
-    split = [
-        nnx.split(make(rngs=nnx.Rngs(i)), nnx.Param, ...)
-        for i, make in enumerate(layers)
-    ]
+    split = [nnx.split(make(rngs=nnx.Rngs(i)), nnx.Param, ...) for i, make in enumerate(layers)]
     params = [jax.tree.map(jnp.asarray, p) for _, p, _ in split]
 
     def run(i: int, params: nnx.State, x: jax.Array) -> jax.Array:
@@ -100,15 +97,11 @@ def plain_steps(layers: list, num_microbatches: int) -> dict:
     def program(function, params) -> tuple:
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, state, batch):
-            cut = jax.tree.map(
-                lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch
-            )
+            cut = jax.tree.map(lambda a: a.reshape(num_microbatches, -1, *a.shape[1:]), batch)
 
             def add(total, microbatch):
                 value, gradient = jax.value_and_grad(function)(params, microbatch)
-                return jax.tree.map(
-                    lambda a, b: a + b / num_microbatches, total, (value, gradient)
-                ), None
+                return jax.tree.map(lambda a, b: a + b / num_microbatches, total, (value, gradient)), None
 
             zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
             (value, gradient), _ = jax.lax.scan(add, zeros, cut)
@@ -129,9 +122,7 @@ def num_operations(lowered: jax.stages.Lowered) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=["blocks", "resnet"], default="blocks")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 8, 32, 107])
     parser.add_argument("--microbatches", type=int, default=8)
@@ -175,9 +166,7 @@ def main() -> None:
             compiled = lowered.compile()
             seconds = time.perf_counter() - begin
             memory, facts = pipe.memory(batch), pipe.schedule.facts()
-            predicted = sum(
-                (memory.weights, memory.optimizer, memory.gradients, memory.activations)
-            )
+            predicted = sum((memory.weights, memory.optimizer, memory.gradients, memory.activations))
             arguments = compiled.memory_analysis().argument_size_in_bytes
             rows[name] = {
                 "compile_seconds": seconds,
@@ -208,7 +197,11 @@ def main() -> None:
     for name, values in seconds.items():
         rows[name]["seconds"] = statistics.median(values)
     plain = rows["plain"]["seconds"]
-    print("| program | s per step | of plain | compiled in, s | operations | largest delay | versions | state, MB | by the compiler |")  # fmt: skip
+    # fmt: skip
+    print(
+        "| program | s per step | of plain | compiled in, s | operations | largest delay | versions | state, MB | by "
+        "the compiler |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
         cells = [
@@ -227,7 +220,8 @@ def main() -> None:
             ]
         print("| " + " | ".join(map(str, cells)) + " |")
     if args.out:
-        args.out.write_text(json.dumps({"arguments": vars(args) | {"out": None}, "programs": rows}, indent=1))  # fmt: skip
+        # fmt: skip
+        args.out.write_text(json.dumps({"arguments": vars(args) | {"out": None}, "programs": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,7 @@ def measure(model: str, num_stages: int) -> dict[str, float]:
     }
 
     def loss(logits: jax.Array, batch: dict) -> jax.Array:
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            logits, batch["targets"]
-        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return losses.mean()
 
     marks = [time.process_time()]
@@ -81,12 +79,8 @@ def measure(model: str, num_stages: int) -> dict[str, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=list(STAGES), default=list(STAGES)
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -101,9 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _ in range(args.rounds):
         for model, stages in rows:
             command = [sys.executable, __file__, "--one", model, str(stages)]
-            run = subprocess.run(
-                command, env=environment, stdout=subprocess.PIPE, text=True, check=True
-            )
+            run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             found[model, stages].append(json.loads(run.stdout.splitlines()[-1]))
     print(f"| model | stages | {' | '.join(PARTS)} | together |")
     print("|---|---|" + "---|" * (len(PARTS) + 1))

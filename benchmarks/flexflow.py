@@ -3,11 +3,12 @@
     python benchmarks/flexflow.py --budget 20
     python benchmarks/flexflow.py --models alexnet nmt --machines k80-16 --budget 60 --json flexflow.json
 
-FlexFlow's paper (arXiv:1807.05358, section 8) has a cluster of 4 servers of 4 P100s and one of 16 servers of 4 K80s, and reports the
-throughput of AlexNet, Inception-v3, ResNet-101, a text classifier of 4 LSTM layers of 1024 units (RNNTC), a language model of 2 of
-2048 units (RNNLM), and a translator of 2 + 2 of 1024 units with attention (NMT), with 40 steps each. Here every device has 64
-samples, or all devices together as many as `--batch` says. About ten steps of a recurrent layer are one operator, as in FlexFlow's program. The classifier has a vocabulary of
-20,000 words, the language model 10,000 (Penn Treebank), the translator 32,000. Costs are those of data sheets, not measured.
+FlexFlow's paper (arXiv:1807.05358, section 8) has a cluster of 4 servers of 4 P100s and one of 16 servers of 4 K80s,
+and reports the throughput of AlexNet, Inception-v3, ResNet-101, a text classifier of 4 LSTM layers of 1024 units
+(RNNTC), a language model of 2 of 2048 units (RNNLM), and a translator of 2 + 2 of 1024 units with attention (NMT), with
+40 steps each. Here every device has 64 samples, or all devices together as many as `--batch` says. About ten steps of a
+recurrent layer are one operator, as in FlexFlow's program. The classifier has a vocabulary of 20,000 words, the
+language model 10,000 (Penn Treebank), the translator 32,000. Costs are those of data sheets, not measured.
 
 The budget is seconds for all chains of one search; the polish may take as long again. The memory of a device is not
 limited: the JSON says how much each strategy needs.
@@ -45,9 +46,7 @@ MODELS = {
     "alexnet": AlexNet(dropout=0.0),
     "inception": Inception(dropout=0.0),
     "resnet101": ResNet.of_depth(101),
-    "rnntc": RecurrentClassifier(
-        vocab_size=20_000, embed_dim=1024, dim=1024, num_layers=4
-    ),
+    "rnntc": RecurrentClassifier(vocab_size=20_000, embed_dim=1024, dim=1024, num_layers=4),
     "rnnlm": RecurrentLM(vocab_size=10_000, embed_dim=2048, dim=2048, num_layers=2),
     "nmt": RecurrentTranslation(dropout=0.0),
 }
@@ -90,17 +89,13 @@ def graph_of(name: str, batch_size: int) -> soap.OperatorGraph:
     ).graph
 
 
-def row_of(
-    name: str, machine: soap.Machine, batch_size: int, budget: float, seed: int
-) -> dict:
+def row_of(name: str, machine: soap.Machine, batch_size: int, budget: float, seed: int) -> dict:
     """Seconds and traffic of the strategies of one model on one machine."""
     began = time.perf_counter()
     count = machine.num_devices
     graph = graph_of(name, batch_size)
     traced = time.perf_counter() - began
-    found = soap.search(
-        graph, machine, budget_seconds=budget, seed=seed, memory_limit=1e15
-    )
+    found = soap.search(graph, machine, budget_seconds=budget, seed=seed, memory_limit=1e15)
     strategies = soap.default_starts(graph, count)
     expert = min(soap.EXPERTS, key=lambda each: found.starts[each])
     simulated = {
@@ -146,9 +141,7 @@ def line_of(machine: str, row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--machines", nargs="+", choices=MACHINES, default=list(MACHINES)
-    )
+    parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--budget", type=float, default=20.0, help="seconds")
     parser.add_argument(
         "--batch",

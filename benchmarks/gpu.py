@@ -95,9 +95,7 @@ def run_apart(row: str, rehearse: bool, seconds: float, cache: str) -> dict:
         command.append("--rehearse")
         environment |= REHEARSAL_ENVIRONMENT
     try:
-        process = subprocess.run(
-            command, capture_output=True, text=True, timeout=seconds, env=environment
-        )
+        process = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {seconds:.0f} s"}
     lines = process.stdout.splitlines()
@@ -162,9 +160,7 @@ def run_rows(args: argparse.Namespace, out: pathlib.Path) -> dict:
         # This process never starts JAX's backend, which would take most of the device's memory.
         machine = run_apart(MACHINE, args.rehearse, GRACE, cache)
         if "failed" in machine:
-            raise SystemExit(
-                f"gpu.py: JAX or Flax does not start: {machine['failed']}. {INSTALL}"
-            )
+            raise SystemExit(f"gpu.py: JAX or Flax does not start: {machine['failed']}. {INSTALL}")
         if machine["platform"] not in ("gpu", "cuda") and not args.rehearse:
             raise SystemExit(
                 f"gpu.py: JAX finds no NVIDIA GPU, only {machine['device']!r}. {INSTALL} "
@@ -300,9 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
       arguments: of the command line; None: those of the process.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on CPU")
     parser.add_argument("--redraw", action="store_true", help="print the saved rows")
     parser.add_argument(
@@ -311,14 +305,11 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="ROW",
         help="run these rows; saved rows of the same device, versions, commit and sizes stay",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=540, help="after which no row begins"
-    )
+    parser.add_argument("--seconds", type=float, default=540, help="after which no row begins")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        help=f"where rows are saved; default: {RESULTS.name} beside this script, or a temporary "
-        "file of a rehearsal",
+        help=f"where rows are saved; default: {RESULTS.name} beside this script, or a temporary file of a rehearsal",
     )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -18,9 +18,7 @@ from typing import NamedTuple
 
 from gpu_texts import Buffers, Hlo, Instruction, Thunk, parse_thunks
 
-_GUARD = re.compile(
-    r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$"
-)
+_GUARD = re.compile(r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$")
 _UPDATE = re.compile(r"/update/(?:cond|while)$")
 # Instructions that are neither a kernel nor a call of a library.
 _NO_KERNEL = {
@@ -122,8 +120,7 @@ class Step:
             *folder.glob("*thunk_sequence.txt"),  # no pass changed anything
         ]
         texts = [
-            next(folder.glob(f"*{name}.txt")).read_text()
-            for name in ("buffer-assignment", "buffer-assignment-values")
+            next(folder.glob(f"*{name}.txt")).read_text() for name in ("buffer-assignment", "buffer-assignment-values")
         ]
         return cls(Hlo(hlo), Buffers(*texts), parse_thunks(sequences[0].read_text()))
 
@@ -165,13 +162,11 @@ class Step:
         loops = [
             i
             for i in self._control_flow(self.hlo.entry)
-            if i.opcode == "while"
-            and any(map(self.hlo.is_product, self.hlo.all_of(i.calls[0])))
+            if i.opcode == "while" and any(map(self.hlo.is_product, self.hlo.all_of(i.calls[0])))
         ]
         if not loops:
             raise ValueError(
-                "no loop of the program has a matrix product: XLA unrolled the ticks. "
-                "Use more microbatches."
+                "no loop of the program has a matrix product: XLA unrolled the ticks. Use more microbatches."
             )
         return loops
 
@@ -230,9 +225,7 @@ class Step:
         """What a device executes in one tick of a loop."""
         return self.work(self.hlo.computations[loop.calls[0]], activity)
 
-    def _add(
-        self, work: Work, instruction: Instruction, times: int, activity: Activity
-    ) -> None:
+    def _add(self, work: Work, instruction: Instruction, times: int, activity: Activity) -> None:
         """Adds an instruction that is executed `times` times."""
         opcode, name = instruction.opcode, instruction.name
         if self.hlo.is_product(instruction):
@@ -245,9 +238,7 @@ class Step:
                 work.transposed += times * instruction.bytes / 1e6
             for result in self.hlo.results(instruction):
                 work.written += times * result.written / 1e6
-                if result.operand is not None and not self.buffers.in_place(
-                    name, result.operand, result.index
-                ):
+                if result.operand is not None and not self.buffers.in_place(name, result.operand, result.index):
                     _add_moved(work, result.size / 1e6, times)
         elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
             work.kernels += times
@@ -272,9 +263,7 @@ class Step:
         """The collective permutes of a tick, and what a device does under each."""
         permutes = []
         bodies = {loop.calls[0]}
-        bodies |= {
-            called for i in self.hlo.all_of(loop.calls[0]) for called in Hlo.inner(i)
-        }
+        bodies |= {called for i in self.hlo.all_of(loop.calls[0]) for called in Hlo.inner(i)}
         for body in sorted(bodies):
             instructions = self.hlo.computations[body]
             for k, start in enumerate(instructions):
@@ -283,8 +272,7 @@ class Step:
                 done = next(
                     j
                     for j in range(k + 1, len(instructions))
-                    if instructions[j].opcode == "collective-permute-done"
-                    and start.name in instructions[j].operands
+                    if instructions[j].opcode == "collective-permute-done" and start.name in instructions[j].operands
                 )
                 under = self.work(instructions[k + 1 : done], activity)
                 asynchronous = '"is_sync":true' not in start.line
@@ -300,10 +288,7 @@ class Step:
 
     def unknown_loops(self) -> int:
         """How many loops of the program have a length that XLA does not know."""
-        return sum(
-            i.opcode == "while" and i.trip_count is None
-            for i in self.hlo.all_of(self.hlo.entry)
-        )
+        return sum(i.opcode == "while" and i.trip_count is None for i in self.hlo.all_of(self.hlo.entry))
 
     def host_waits(self, num_updates: int) -> int:
         """How often a device waits for the host in a step.
@@ -318,9 +303,7 @@ class Step:
         waits = self.work(self._outside(loops), nothing).host_waits
         per_tick = [self.tick(loop, nothing).host_waits for loop in loops]
         waits += sum(n * (i.trip_count or 1) for n, i in zip(per_tick, loops))
-        updating = [
-            self.tick(loop, nothing._replace(updates=True)).host_waits for loop in loops
-        ]
+        updating = [self.tick(loop, nothing._replace(updates=True)).host_waits for loop in loops]
         return waits + num_updates * max(b - a for a, b in zip(per_tick, updating))
 
     def _outside(self, loops: Sequence[Instruction]) -> list[Instruction]:
@@ -330,9 +313,7 @@ class Step:
         return [i for i in entry if i.name not in names]
 
 
-def _control_flow_thunks(
-    thunks: Iterable[Thunk], recorded: bool
-) -> Iterator[tuple[Thunk, bool]]:
+def _control_flow_thunks(thunks: Iterable[Thunk], recorded: bool) -> Iterator[tuple[Thunk, bool]]:
     """Loops and conditionals, not those inside of them; and whether a command buffer has them."""
     for thunk in thunks:
         if thunk.kind in ("kWhile", "kConditional"):
@@ -354,9 +335,7 @@ def _taken(instruction: Instruction, activity: Activity) -> bool:
 def _does(activity: Activity, scope: re.Match) -> bool:
     """Whether a device does the operation of a scope, (operation, stages)."""
     stages = _numbers(scope[2])
-    return any(
-        name == scope[1] and stage in stages for name, stage in activity.operations
-    )
+    return any(name == scope[1] and stage in stages for name, stage in activity.operations)
 
 
 def _turns(loop: Instruction, activity: Activity) -> int:

@@ -53,9 +53,7 @@ def wanted_rows(
                     row["stages"] = 1
                     wanted = stages == min(numbers)
                 else:
-                    wanted = schedule == "plain" or (schedule == "one-stage") == (
-                        stages == 1
-                    )
+                    wanted = schedule == "plain" or (schedule == "one-stage") == (stages == 1)
                 if wanted:
                     yield row | {"sizes": dict(sizes), "flags": flags}
 
@@ -148,10 +146,7 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
 
     against = ""
     if plain is not None:
-        ratios = [
-            row["microbatch"][name] / plain["microbatch"][name]
-            for name in ("kernels", "products")
-        ]
+        ratios = [row["microbatch"][name] / plain["microbatch"][name] for name in ("kernels", "products")]
         against = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     waits = [max(work["host_waits"] for work in busy)]
     waits += [idle["host_waits"]] if idle else []

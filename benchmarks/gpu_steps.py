@@ -135,9 +135,7 @@ def devices(number: int) -> Sequence:
     ).devices
 
 
-def pipeline(
-    case: Case, sizes: Sizes, name: str, options: dict, num_devices: int
-) -> jpipe.Pipeline:
+def pipeline(case: Case, sizes: Sizes, name: str, options: dict, num_devices: int) -> jpipe.Pipeline:
     """A pipeline of the case on described devices.
 
     Args:
@@ -152,9 +150,7 @@ def pipeline(
         loss=case.loss,
         optimizer=optax.adamw(1e-3),
         schedule=schedule,
-        mesh=jpipe.make_mesh(
-            stage=num_devices, ring=schedule.ring, devices=devices(num_devices)
-        ),
+        mesh=jpipe.make_mesh(stage=num_devices, ring=schedule.ring, devices=devices(num_devices)),
         compute_dtype=case.dtype,
     )
 
@@ -181,9 +177,7 @@ class _Run(NamedTuple):
     length: int
     dtype: Any
 
-    def apply(
-        self, parameters: Any, state: Any, x: Any, popped: Sequence
-    ) -> tuple[Any, Any]:
+    def apply(self, parameters: Any, state: Any, x: Any, popped: Sequence) -> tuple[Any, Any]:
         """Outputs and new state of one layer."""
         parameters = cast(parameters, self.dtype)
         layer = nnx.merge(self.graph, parameters, state, copy=True)
@@ -204,9 +198,7 @@ def _runs(case: Case) -> list[_Run]:
         layer = nnx.eval_shape(lambda factory=factory: factory(rngs=nnx.Rngs(0)))
         graph, *states = nnx.split(layer, nnx.Param, ...)
         if length > 1:
-            states = jax.tree.map(
-                lambda a, n=length: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), states
-            )
+            states = jax.tree.map(lambda a, n=length: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), states)
         runs.append(_Run(graph, skips, *states, length, case.dtype))
     return runs
 
@@ -235,22 +227,16 @@ def plain(case: Case, sizes: Sizes) -> jax.stages.Lowered:
 
         def add(sums: tuple, microbatch: Any) -> tuple[tuple, None]:
             gradients, states, loss = sums
-            (value, states), grads = jax.value_and_grad(forward, has_aux=True)(
-                parameters, states, microbatch
-            )
+            (value, states), grads = jax.value_and_grad(forward, has_aux=True)(parameters, states, microbatch)
             gradients = jax.tree.map(jnp.add, gradients, grads)
             return (gradients, states, loss + value), None
 
-        microbatches = jax.tree.map(
-            lambda a: a.reshape(sizes.microbatches, -1, *a.shape[1:]), batch
-        )
+        microbatches = jax.tree.map(lambda a: a.reshape(sizes.microbatches, -1, *a.shape[1:]), batch)
         zeros = jax.tree.map(jnp.zeros_like, parameters)
         start = (zeros, states, jnp.float32(0))
         (gradients, states, loss), _ = lax.scan(add, start, microbatches)
         gradients = jax.tree.map(lambda g: g / sizes.microbatches, gradients)
-        updates, optimizer_state = optimizer.update(
-            gradients, optimizer_state, parameters
-        )
+        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
         parameters = optax.apply_updates(parameters, updates)
         return (parameters, states, optimizer_state), loss
 

@@ -71,9 +71,7 @@ class Instruction:
             name=name,
             shape=shape,
             opcode=opcode,
-            operands=tuple(
-                re.findall(r"%[\w.\-]+", arguments[: _closing(arguments) + 1])
-            ),
+            operands=tuple(re.findall(r"%[\w.\-]+", arguments[: _closing(arguments) + 1])),
             scope=scope[1] if scope else "",
             branches=tuple(branches[1].split(", ") if branches else either),
             calls=tuple(re.findall(r"(?:calls|body|to_apply)=(%[\w.\-]+)", line)),
@@ -195,9 +193,7 @@ class Hlo:
         if instruction.opcode == "copy":
             operand = self.by_name.get(instruction.operands[0])
             return operand is not None and operand.layout != instruction.layout
-        return self._only_moves(instruction) and any(
-            i.opcode in ("copy", "transpose") for i in self.fused(instruction)
-        )
+        return self._only_moves(instruction) and any(i.opcode in ("copy", "transpose") for i in self.fused(instruction))
 
     def _only_moves(self, instruction: Instruction) -> bool:
         return (

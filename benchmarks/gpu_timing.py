@@ -94,10 +94,7 @@ def make_batch(sizes: Sizes) -> dict:
     """A minibatch of random tokens, the same in every process."""
     shape = (sizes.microbatches * sizes.microbatch_size, sizes.positions)
     keys = jax.random.split(jax.random.key(0), 2)
-    return {
-        name: jax.random.randint(key, shape, 0, sizes.vocab)
-        for name, key in zip(("inputs", "labels"), keys)
-    }
+    return {name: jax.random.randint(key, shape, 0, sizes.vocab) for name, key in zip(("inputs", "labels"), keys)}
 
 
 def make_optimizer() -> Any:
@@ -143,9 +140,7 @@ def plain_loss(sizes: Sizes) -> tuple[Callable, Callable]:
     """
     model = make_model(sizes)
     factories, model_loss = model.layers(), model.loss()
-    graphs = [
-        nnx.split(nnx.eval_shape(lambda f=f: f(rngs=nnx.Rngs(0))))[0] for f in factories
-    ]
+    graphs = [nnx.split(nnx.eval_shape(lambda f=f: f(rngs=nnx.Rngs(0))))[0] for f in factories]
 
     @functools.cache  # The blocks share one factory, so one program initialises them all.
     def initialiser(factory: Callable) -> Callable:
@@ -178,9 +173,7 @@ def plain(sizes: Sizes) -> Program:
             result = jax.value_and_grad(loss_of)(parameters, microbatch)
             return jax.tree.map(jnp.add, sums, result), None
 
-        microbatches = jax.tree.map(
-            lambda a: a.reshape(sizes.microbatches, -1, *a.shape[1:]), batch
-        )
+        microbatches = jax.tree.map(lambda a: a.reshape(sizes.microbatches, -1, *a.shape[1:]), batch)
         zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, parameters)
         sums, _ = jax.lax.scan(add, zeros, microbatches)
         loss, grads = jax.tree.map(lambda a: a / sizes.microbatches, sums)
@@ -308,9 +301,7 @@ _KINDS = {
 """Parts of the names of kernels of a kind. Other kernels are of the kind of their name without its number."""
 
 
-def kernel_kinds(
-    kernels: Iterable[tuple[str, float]], num_steps: int
-) -> list[tuple[str, float, float]]:
+def kernel_kinds(kernels: Iterable[tuple[str, float]], num_steps: int) -> list[tuple[str, float, float]]:
     """Kernels by kind.
 
     Args:
@@ -330,10 +321,7 @@ def kernel_kinds(
                 break
         number[kind] += 1
         milliseconds[kind] += nanoseconds / 1e6
-    return [
-        (kind, number[kind] / num_steps, ms / num_steps)
-        for kind, ms in milliseconds.most_common()
-    ]
+    return [(kind, number[kind] / num_steps, ms / num_steps) for kind, ms in milliseconds.most_common()]
 
 
 def trace_kernels(run: Callable[[], Any]) -> list[tuple[str, float]]:

@@ -4,9 +4,9 @@
     python benchmarks/large_tables.py --stages 16 --microbatches 256
     python benchmarks/large_tables.py --only pipedream
 
-For each schedule a process of its own builds the table, which checks it, counts its facts, lowers it, and makes the rows of
-scalars that the compiled step takes. Seconds are CPU seconds. Memory is the most that the process holds beyond what it holds
-after its imports.
+For each schedule a process of its own builds the table, which checks it, counts its facts, lowers it, and makes the
+rows of scalars that the compiled step takes. Seconds are CPU seconds. Memory is the most that the process holds beyond
+what it holds after its imports.
 """
 
 import argparse
@@ -81,9 +81,7 @@ def measure(name: str, num_stages: int, num_microbatches: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=2048)
     parser.add_argument("--only", nargs="+", metavar="TABLE", help=", ".join(TABLES))

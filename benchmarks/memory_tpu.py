@@ -3,8 +3,9 @@
     pip install -r benchmarks/requirements-tpu.txt
     python benchmarks/memory_tpu.py
 
-A decoder transformer in bfloat16, on the four chips of a described v5e. The timeline counts the arrays of the state from their shapes
-and the tiles of TPUs, and takes temporaries and results from the compiler, because libtpu does not say where it puts values.
+A decoder transformer in bfloat16, on the four chips of a described v5e. The timeline counts the arrays of the state
+from their shapes and the tiles of TPUs, and takes temporaries and results from the compiler, because libtpu does not
+say where it puts values.
 """
 
 import argparse
@@ -37,15 +38,11 @@ def compare(args: argparse.Namespace, name: str, stages: int, options: dict) -> 
     from models import Transformer
 
     devices = topologies.get_topology_desc("v5e:2x2", platform="tpu").devices
-    model = Transformer(
-        seq_len=args.seq, dim=args.dim, num_heads=args.dim // 128, num_blocks=stages
-    )
+    model = Transformer(seq_len=args.seq, dim=args.dim, num_heads=args.dim // 128, num_blocks=stages)
     schedule = jpipe.schedules.get(name)(stages, args.microbatches)
     pipe = jpipe.Pipeline(
         model.layers(),
-        loss=lambda outputs, batch: optax.softmax_cross_entropy_with_integer_labels(
-            outputs, batch["targets"]
-        ).mean(),
+        loss=lambda outputs, batch: optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean(),
         optimizer=optax.adamw(1e-3),
         schedule=schedule,
         mesh=jpipe.make_mesh(stage=4, ring=schedule.ring, devices=devices),
@@ -65,18 +62,14 @@ def compare(args: argparse.Namespace, name: str, stages: int, options: dict) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--microbatches", type=int, default=8)
     args = parser.parse_args()
     environment()
     sys.path.insert(0, str(HERE.parent))
-    print(
-        "| schedule | timeline, MB | compiler, MB | difference | temporaries, MB | in use, MB |"
-    )
+    print("| schedule | timeline, MB | compiler, MB | difference | temporaries, MB | in use, MB |")
     print("|---|---|---|---|---|---|")
     for name, stages, options in SCHEDULES:
         print(compare(args, name, stages, options), flush=True)

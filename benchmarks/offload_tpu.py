@@ -1,4 +1,5 @@
-"""The largest decoders that fit into eight TPU chips, with and without host memory, compiled on a machine without a TPU.
+"""The largest decoders that fit into eight TPU chips, with and without host memory, compiled on a machine without a
+TPU.
 
     pip install -r benchmarks/requirements-tpu.txt
     python benchmarks/offload_tpu.py
@@ -11,8 +12,8 @@ eight stages, and is compiled then. Its stages run their forward again before th
 - *in host memory*: nothing, the optimizer's state, or all: state, weights and gradients.
 - *predicted*, *compiled*: GB of a chip without and with the compiler's temporaries.
 - *host*: GB of host memory for each chip, predicted and compiled.
-- *transfers*: starts of transfers between host and device in the compiled program; *apart*: of these, those with compute
-  between their start and their done.
+- *transfers*: starts of transfers between host and device in the compiled program; *apart*: of these, those with
+  compute between their start and their done.
 """
 
 import argparse
@@ -29,16 +30,10 @@ from benchmarks.compile_tpu import environment  # noqa: E402
 
 LIMIT = 16e9  # bytes of a v5e chip, https://cloud.google.com/tpu/docs/v5e
 STAGES = 8
-SETTINGS = [
-    (dtype, *shares)
-    for dtype in ("float32", "bfloat16")
-    for shares in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0))
-]
+SETTINGS = [(dtype, *shares) for dtype in ("float32", "bfloat16") for shares in ((0.0, 0.0), (1.0, 0.0), (1.0, 1.0))]
 
 
-def pipeline(
-    args: argparse.Namespace, dtype: str, share: float, weights: float, blocks: int
-):
+def pipeline(args: argparse.Namespace, dtype: str, share: float, weights: float, blocks: int):
     """A pipeline of `blocks` blocks on each stage, and a minibatch."""
     import jax
     import jax.numpy as jnp
@@ -123,9 +118,7 @@ def largest(args: argparse.Namespace, dtype: str, share: float, weights: float) 
     return blocks
 
 
-def compile_one(
-    args: argparse.Namespace, dtype: str, share: float, weights: float
-) -> dict:
+def compile_one(args: argparse.Namespace, dtype: str, share: float, weights: float) -> dict:
     """A row of the table."""
     blocks = args.blocks or largest(args, dtype, share, weights)
     pipe, batch = pipeline(args, dtype, share, weights, blocks)
@@ -144,8 +137,7 @@ def compile_one(
         "predicted_gb": sum(g.num_bytes("tpu") for g in groups) / 1e9,
         "arguments_gb": analysis.argument_size_in_bytes / 1e9,
         "temporaries_gb": analysis.temp_size_in_bytes / 1e9,
-        "host_predicted_gb": sum(g.num_bytes("tpu", "pinned_host") for g in groups)
-        / 1e9,
+        "host_predicted_gb": sum(g.num_bytes("tpu", "pinned_host") for g in groups) / 1e9,
         "host_gb": (analysis.host_argument_size_in_bytes) / 1e9,
         "host_temporaries_gb": analysis.host_temp_size_in_bytes / 1e9,
         "transfers": started,
@@ -175,9 +167,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="v5e:2x4")
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--seq", type=int, default=1024)
@@ -185,9 +175,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--blocks", type=int, help="of a stage; else as many as fit")
     parser.add_argument("--temporaries-gb", type=float, default=2.0)
-    parser.add_argument(
-        "--host-gb", type=float, default=96.0, help="of the host, for a chip"
-    )
+    parser.add_argument("--host-gb", type=float, default=96.0, help="of the host, for a chip")
     parser.add_argument("--save", type=pathlib.Path, default=HERE / "offload_tpu.json")
     parser.add_argument("--redraw", type=pathlib.Path)
     args = parser.parse_args()

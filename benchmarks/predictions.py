@@ -100,10 +100,7 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
                 jax.block_until_ready((state.parameters, metrics))
                 seconds.append(time.perf_counter() - start)
             run[1] = state
-    return [
-        {"seconds": seconds, "memory_bytes": pipe.memory(batch)._asdict()}
-        for pipe, _, seconds in runs
-    ]
+    return [{"seconds": seconds, "memory_bytes": pipe.memory(batch)._asdict()} for pipe, _, seconds in runs]
 
 
 def sitting(model: str, stages: int, args: argparse.Namespace) -> list[tuple]:
@@ -131,12 +128,8 @@ def result(model: str, stages: int, pairs: list[tuple]) -> dict:
         "model": model,
         "stages": stages,
         "schedule": plans[0]["schedule"],
-        "sittings": [
-            [plan["seconds"], statistics.median(measurement["seconds"])]
-            for plan, measurement in pairs
-        ],
-        "predicted": plans[-1]
-        | {"seconds": statistics.median(plan["seconds"] for plan in plans)},
+        "sittings": [[plan["seconds"], statistics.median(measurement["seconds"])] for plan, measurement in pairs],
+        "predicted": plans[-1] | {"seconds": statistics.median(plan["seconds"] for plan in plans)},
         "measured": measurements[-1]
         | {
             "seconds": statistics.median(steps),
@@ -212,9 +205,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
             colour = colours[r["model"]]
             if axis is left:
                 ratios = [measured / predicted for predicted, measured in r["sittings"]]
-                axis.plot(
-                    [min(ratios), max(ratios)], [y, y], color=colour, lw=1.2, alpha=0.5
-                )
+                axis.plot([min(ratios), max(ratios)], [y, y], color=colour, lw=1.2, alpha=0.5)
             axis.scatter(
                 value(r["measured"]) / value(r["predicted"]),
                 y,
@@ -224,13 +215,9 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
                 zorder=3,
             )
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel(
-            "measured / predicted" if axis is left else "compiled / predicted"
-        )
+        axis.set_xlabel("measured / predicted" if axis is left else "compiled / predicted")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.plot(
-            [], [], color="#e4e4e4", lw=8, label=f"within {band:.0%} of the prediction"
-        )
+        axis.plot([], [], color="#e4e4e4", lw=8, label=f"within {band:.0%} of the prediction")
     names = [f"{r['model']}, {r['stages']} stages, {r['schedule']}" for r in results]
     left.set_yticks(heights, names, fontsize=8)
     left.set_ylim(heights[-1] - 0.8, 0.8)
@@ -276,12 +263,8 @@ def save(results: list[dict], folder: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", choices=list(MODELS), default=list(MODELS)
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--sittings", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6, help="rounds per sitting")
@@ -309,9 +292,7 @@ def main() -> None:
     for model in args.models:
         for stages in args.stages:
             sittings = [sitting(model, stages, args) for _ in range(args.sittings)]
-            results = [
-                r for r in results if (r["model"], r["stages"]) != (model, stages)
-            ]
+            results = [r for r in results if (r["model"], r["stages"]) != (model, stages)]
             new = [result(model, stages, pairs) for pairs in zip(*sittings)]
             results += new
             results.sort(key=lambda r: (list(MODELS).index(r["model"]), r["stages"]))

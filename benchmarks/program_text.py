@@ -7,8 +7,8 @@ A refactoring must not change any program. So the fingerprints before it and aft
     diff before.txt after.txt
 
 Each line has the platform, the row (a model and a schedule, or a feature), the program (step, flush or
-evaluation), the number of operations, a hash of the text, and a hash of the operations. `--guard` lowers to the form for
-another platform. The second hash ignores the order of operations and of loop state, so it stays the
+evaluation), the number of operations, a hash of the text, and a hash of the operations. `--guard` lowers to the form
+for another platform. The second hash ignores the order of operations and of loop state, so it stays the
 same when an array of the state is renamed.
 """
 
@@ -78,12 +78,8 @@ def models() -> dict[str, tuple]:
     tokens = rng.integers(0, 11, (16, 6), dtype=np.int32)
     classes = rng.integers(0, 5, 16, dtype=np.int32)
     mlp = MLP(num_inputs=6, widths=(8,) * 5, num_outputs=5).layers()
-    resnet = ResNet(
-        num_channels=1, widths=(8, 16), num_blocks=(1, 1), group_size=4, num_classes=5
-    ).layers()
-    transformer = Transformer(
-        vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4
-    ).layers()
+    resnet = ResNet(num_channels=1, widths=(8, 16), num_blocks=(1, 1), group_size=4, num_classes=5).layers()
+    transformer = Transformer(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4).layers()
     linear = functools.partial(nnx.Linear, 6, 6)
     skips = [
         jpipe.skip(jpipe.Function(lambda x: (jnp.tanh(x), x)), stash="a"),
@@ -168,9 +164,7 @@ def _of_schedule(model: str, name: str) -> tuple[jpipe.Pipeline, dict]:
     return pipe, {"inputs": inputs, "labels": labels}
 
 
-def _linear(
-    table: jpipe.Schedule, data: int = 1, fsdp: int = 1, layers=None, **options
-) -> tuple[jpipe.Pipeline, dict]:
+def _linear(table: jpipe.Schedule, data: int = 1, fsdp: int = 1, layers=None, **options) -> tuple[jpipe.Pipeline, dict]:
     """A pipeline of linear layers, and a batch."""
     numbers = np.zeros((32, 16), np.float32)
     mesh = jpipe.make_mesh(stage=table.num_devices, data=data, fsdp=fsdp)
@@ -187,9 +181,7 @@ def _words(
     table: jpipe.Schedule, model: int = 1, fsdp: int = 1, vocabulary=False, **options
 ) -> tuple[jpipe.Pipeline, dict]:
     """A pipeline of a transformer, and a batch."""
-    transformer = Transformer(
-        vocab_size=40, seq_len=8, dim=8, num_heads=2, num_blocks=4
-    )
+    transformer = Transformer(vocab_size=40, seq_len=8, dim=8, num_heads=2, num_blocks=4)
     tokens = np.zeros((32, 8), np.int32)
     mesh = jpipe.make_mesh(stage=table.num_devices, fsdp=fsdp, model=model)
     rules = ((("vocab", "stage"),) if vocabulary else ()) + jpipe.AXIS_RULES
@@ -260,8 +252,7 @@ def features() -> dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]]:
             _linear,
             sync,
             data=2,
-            layers=[functools.partial(nnx.Linear, 16, 16, param_dtype=jnp.bfloat16)]
-            * 8,
+            layers=[functools.partial(nnx.Linear, 16, 16, param_dtype=jnp.bfloat16)] * 8,
             accumulate_dtype=jnp.float32,
         ),
         **rows("pca", _linear, sync, accumulate_gradients=compress.StreamingPCA(2)),
@@ -320,9 +311,7 @@ def lowered(pipe: jpipe.Pipeline, batch: dict) -> dict[str, str]:
     if program.engine.lowered.drain_rounds:
         texts["flush"] = program._flush.lower(arrays, rows).as_text()
     evaluation = arrays, batch["inputs"], batch, None, forward_rows
-    texts["evaluate"] = program.prediction.compiled_evaluate.lower(
-        *evaluation
-    ).as_text()
+    texts["evaluate"] = program.prediction.compiled_evaluate.lower(*evaluation).as_text()
     return texts
 
 
@@ -335,9 +324,7 @@ def lower_for(platform: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--rows", nargs="+", default=[], help="only rows that begin with one of these"
-    )
+    parser.add_argument("--rows", nargs="+", default=[], help="only rows that begin with one of these")
     parser.add_argument(
         "--guard",
         choices=("cpu", "tpu", "gpu"),

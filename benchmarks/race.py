@@ -33,8 +33,7 @@ HERE = pathlib.Path(__file__).parent
 ENVIRONMENTS = HERE / "peers" / "env"
 WORKLOADS = throughput.WORKLOADS | {
     "E": "--model transformer --dim 512 --layers 4 --seq 64 --batch 16 --microbatches 8 --stages 2",
-    "F": "--model mlp --dim 128 --layers 32 --batch 1024 --microbatches 64 --stages 16 "
-    "--lr 0.01",
+    "F": "--model mlp --dim 128 --layers 32 --batch 1024 --microbatches 64 --stages 16 --lr 0.01",
 }
 
 
@@ -78,16 +77,10 @@ PROGRAMS = {
     "mpmd": _shared("mpmd", "peer"),
     "vmap-shift": Program("peers/bench_jax_vmap_shift.py", "peer"),
     "maxtext": Program("peers/bench_maxtext.py --no-remat", "peer", "maxtext"),
-    "maxtext-circular": Program(
-        "peers/bench_maxtext.py --no-remat --repeats 2", "peer", "maxtext"
-    ),
-    "torchgpipe": Program(
-        "peers/bench_torchgpipe.py --checkpoint never", "peer", "torch"
-    ),
+    "maxtext-circular": Program("peers/bench_maxtext.py --no-remat --repeats 2", "peer", "maxtext"),
+    "torchgpipe": Program("peers/bench_torchgpipe.py --checkpoint never", "peer", "torch"),
     **{
-        f"torch-{name}": Program(
-            f"peers/bench_torch_pipelining.py --schedule {name}", "peer", "torch"
-        )
+        f"torch-{name}": Program(f"peers/bench_torch_pipelining.py --schedule {name}", "peer", "torch")
         for name in (
             "GPipe",
             "1F1B",
@@ -113,8 +106,7 @@ PACKAGES = {
         ["--no-build-isolation", "deepspeed"],
     ],
     "maxtext": [
-        ["jax==0.11.0", "flax", "aqtp", "qwix", "omegaconf", "pydantic"]
-        + ["pathwaysutils", "jinja2"],
+        ["jax==0.11.0", "flax", "aqtp", "qwix", "omegaconf", "pydantic"] + ["pathwaysutils", "jinja2"],
         ["--no-deps", "maxtext==0.2.5"],
     ],
 }
@@ -174,9 +166,7 @@ def sittings(results: dict) -> str:
     lines = []
     for workload, of_workload in results.items():
         runs = [run for runs in of_workload.values() for run in runs]
-        commits = sorted(
-            {run.get("commit", "unknown") for run in runs if "failed" not in run}
-        )
+        commits = sorted({run.get("commit", "unknown") for run in runs if "failed" not in run})
         dates = sorted(run["started"] for run in runs if "started" in run)
         when = f"{dates[0]} to {dates[-1]}" if dates else "unknown"
         lines.append(f"- {workload}: commit {', '.join(commits)}; {when}")
@@ -272,11 +262,7 @@ def _figure(runs: list, key: str) -> str:
 
 def _best(results: dict, kind: str) -> str:
     """The program of a kind with the highest median speed, or "" if no program of the kind ran."""
-    medians = {
-        name: _median(runs)
-        for name, runs in results.items()
-        if PROGRAMS[name].kind == kind
-    }
+    medians = {name: _median(runs) for name, runs in results.items() if PROGRAMS[name].kind == kind}
     ran = [name for name, median in medians.items() if median]
     return max(ran, key=lambda name: medians[name], default="")
 
@@ -342,9 +328,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
         for y, name in enumerate(order):
             speeds = _speeds(of_workload[name])
             axis.barh(y, medians[name], color=colours[PROGRAMS[name].kind], height=0.72)
-            axis.plot(
-                [min(speeds), max(speeds)], [y - 0.42] * 2, color="#555555", lw=1.2
-            )
+            axis.plot([min(speeds), max(speeds)], [y - 0.42] * 2, color="#555555", lw=1.2)
             axis.text(
                 max(medians[name], max(speeds)) + 0.01 * top,
                 y,
@@ -415,9 +399,7 @@ def main() -> None:
         metavar="FAMILY",
         help="make the environments of these families, or of all",
     )
-    parser.add_argument(
-        "--append", action="store_true", help="keep the saved rounds, and add new ones"
-    )
+    parser.add_argument("--append", action="store_true", help="keep the saved rounds, and add new ones")
     parser.add_argument(
         "--redraw",
         action="store_true",

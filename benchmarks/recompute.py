@@ -19,9 +19,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--dim", type=int, default=128)
 parser.add_argument("--blocks", type=int, default=4)
 parser.add_argument("--seq", type=int, default=64)
@@ -34,9 +32,7 @@ parser.add_argument("--steps", type=int, default=4, help="timed steps per round"
 parser.add_argument("--out", type=pathlib.Path, help="also write the figures as JSON")
 args = parser.parse_args()
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.stages}"
-    )
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.stages}"
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -61,9 +57,7 @@ batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
 def loss(outputs, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(
-        outputs, batch["labels"]
-    ).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]).mean()
 
 
 model = Transformer(
@@ -79,9 +73,7 @@ for name, recompute in RECOMPUTE.items():
         model.layers(),
         loss=loss,
         optimizer=optax.sgd(0.1),
-        schedule=jpipe.schedules.one_f_one_b(
-            args.stages, args.microbatches, ticks=args.ticks
-        ),
+        schedule=jpipe.schedules.one_f_one_b(args.stages, args.microbatches, ticks=args.ticks),
         recompute=recompute,
     )
     states[name] = pipe.init(jax.random.key(0), batch)
@@ -94,28 +86,20 @@ for _ in range(args.rounds):
     for name, pipe in pipes.items():
         for _ in range(args.steps):
             begin = time.perf_counter()
-            states[name], metrics = jax.block_until_ready(
-                pipe.step(states[name], batch)
-            )
+            states[name], metrics = jax.block_until_ready(pipe.step(states[name], batch))
             seconds[name].append(time.perf_counter() - begin)
         losses[name] = float(metrics["loss"])
 
 difference = max(abs(value / losses["none"] - 1) for value in losses.values())
 print(f"{vars(args)}\njax {jax.__version__}; losses differ by at most {difference:.1e}")
 medians = {name: statistics.median(values) for name, values in seconds.items()}
-print(
-    "| `recompute` | activations, MB | temporaries, MB | s per step | ratio to `none` |"
-)
+print("| `recompute` | activations, MB | temporaries, MB | s per step | ratio to `none` |")
 print("|---|---|---|---|---|")
 for name, median in medians.items():
     activations = memory[name].activations / 1e6
     temporaries = memory[name].temporaries / 1e6
     ratio = median / medians["none"]
-    print(
-        f"| `{name}` | {activations:.2f} | {temporaries:.2f} | {median:.3f} | {ratio:.2f} |"
-    )
+    print(f"| `{name}` | {activations:.2f} | {temporaries:.2f} | {median:.3f} | {ratio:.2f} |")
 if args.out:
-    figures = {
-        name: dict(memory[name]._asdict(), seconds=medians[name]) for name in pipes
-    }
+    figures = {name: dict(memory[name]._asdict(), seconds=medians[name]) for name in pipes}
     args.out.write_text(json.dumps(figures, indent=1))

@@ -3,11 +3,12 @@
     python benchmarks/soap_measured.py
     python benchmarks/soap_measured.py --rounds 6 --random 6 --out benchmarks/soap_measured.json
 
-The two devices share two cores. Operators are measured one by one, on both devices at once (`jpipe.soap.Profile`), and the link between the devices by
-sums of arrays of several sizes. A strategy's step is simulated, and run with `jpipe.soap.apply`: the loss, its gradients and an SGD update. All
-operators are measured in several rounds, and all steps of a model once after each part of a round. A round has the median; of the rounds the least
-counts for both, because other work on the machine can only add to it. FlexFlow's paper reports errors below 30 %, and that the order of strategies is kept
-(arXiv:1807.05358, section 8.3).
+The two devices share two cores. Operators are measured one by one, on both devices at once (`jpipe.soap.Profile`), and
+the link between the devices by sums of arrays of several sizes. A strategy's step is simulated, and run with
+`jpipe.soap.apply`: the loss, its gradients and an SGD update. All operators are measured in several rounds, and all
+steps of a model once after each part of a round. A round has the median; of the rounds the least counts for both,
+because other work on the machine can only add to it. FlexFlow's paper reports errors below 30 %, and that the order of
+strategies is kept (arXiv:1807.05358, section 8.3).
 """
 
 import argparse
@@ -34,7 +35,9 @@ NUM_DEVICES = 2
 LINK_ROUNDS = 9
 """How often the link is measured; the least median counts."""
 PARTS = 8
-"""Of a round. The speed of a shared machine changes by the minute: all steps are timed after each part of the operators."""
+"""Of a round. The speed of a shared machine changes by the minute: all steps are timed after each part of the
+operators.
+"""
 CACHE_BYTES = 2**26
 """More than the caches of a device."""
 MOST_COPIES = 16
@@ -43,8 +46,8 @@ KEEP_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
     "MALLOC_TOP_PAD_": str(2**28),
 }
-"""Settings of the C library: otherwise each array above 32 MiB is new memory from the system, and its first use costs more than the
-operator."""
+"""Settings of the C library: otherwise each array above 32 MiB is new memory from the system, and its first use costs
+more than the operator."""
 FLAGS = f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_cpu_multi_thread_eigen=false"
 
 
@@ -65,13 +68,9 @@ def convolutions():
 
     def convolve(x, kernel):
         names = ("NHWC", "HWIO", "NHWC")
-        x = jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=names
-        )
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=names)
         x = jax.nn.relu(x)
-        return jax.lax.reduce_window(
-            x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-        )
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
     def loss(w, x, y):
         x = convolve(convolve(x, w["c1"]), w["c2"])
@@ -94,10 +93,7 @@ def attention():
     def loss(w, x, y):
         B, L, D = x.shape
         for layer in w:
-            q, k, v = (
-                (x @ layer[name]).reshape(B, L, heads, -1).transpose(0, 2, 1, 3)
-                for name in "qkv"
-            )
+            q, k, v = ((x @ layer[name]).reshape(B, L, heads, -1).transpose(0, 2, 1, 3) for name in "qkv")
             p = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", q, k) / 8, -1)
             o = jnp.einsum("bhst,bhtd->bhsd", p, v).transpose(0, 2, 1, 3)
             x = x + o.reshape(B, L, D) @ layer["o"]
@@ -139,7 +135,9 @@ class Measured:
         return self._seconds[key]
 
     def again(self, graph, number):
-        """One more measurement of a part of the operators and shapes in `asked`: `number` counts the `PARTS` of a round."""
+        """One more measurement of a part of the operators and shapes in `asked`: `number` counts the `PARTS` of a
+        round.
+        """
         for key in sorted(self.asked)[number % PARTS :: PARTS]:
             now = measure(graph, *key)
             self._seconds[key] = tuple(map(min, self._seconds[key], now))
@@ -162,10 +160,7 @@ def measured_machine() -> soap.Machine:
     whole = NamedSharding(mesh, PartitionSpec())
     # A step adds up a gradient that no cache has: copies of an array take turns.
     sets = [
-        [
-            (jax.device_put(np.ones(n // 4, np.float32), whole),)
-            for _ in range(min(CACHE_BYTES // n, MOST_COPIES))
-        ]
+        [(jax.device_put(np.ones(n // 4, np.float32), whole),) for _ in range(min(CACHE_BYTES // n, MOST_COPIES))]
         for n in sizes
     ]
     rounds = [[seconds_of(total, *each) for each in sets] for _ in range(LINK_ROUNDS)]
@@ -198,9 +193,7 @@ def step_of(loss, graph, strategy, arrays):
     split = soap.apply(loss, graph, strategy, mesh)
     shardings = soap.argument_shardings(graph, strategy, mesh)
     leaves, tree = jax.tree.flatten(arrays)
-    weights, *inputs = tree.unflatten(
-        [jax.device_put(a, s) for a, s in zip(leaves, shardings)]
-    )
+    weights, *inputs = tree.unflatten([jax.device_put(a, s) for a, s in zip(leaves, shardings)])
     placed = tree.unflatten(shardings)[0]
 
     def step(weights, *inputs):
@@ -244,9 +237,7 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
     for i, time_wanted in enumerate(np.linspace(times[0], times[-1], args.random)):
         nearest = int(np.argmin(np.abs(np.array(times) - time_wanted)))
         strategies[f"random {i}"] = drawn[nearest]
-    found = soap.search(
-        graph, machine, costs=costs(), space=space, max_proposals=300, seed=0
-    )
+    found = soap.search(graph, machine, costs=costs(), space=space, max_proposals=300, seed=0)
     strategies["found"] = found.strategy
     seconds_of_operators.asked.clear()
     steps = []
@@ -299,16 +290,13 @@ def main() -> None:
         f"link: {level.bandwidth / 1e9:.2f} GB/s after {level.latency * 1e6:.0f} microseconds; "
         f"memory: {machine.memory_bandwidth / 1e9:.1f} GB/s\n"
     )
-    print(
-        "| model | strategy | predicted, ms | measured, ms | error |\n|---|---|---|---|---|"
-    )
+    print("| model | strategy | predicted, ms | measured, ms | error |\n|---|---|---|---|---|")
     for row in rows:
         print(
-            f"| {row['model']} | {row['strategy']} | {row['predicted'] * 1e3:.2f} | {row['measured'] * 1e3:.2f} | {row['error']:+.0%} |"
+            f"| {row['model']} | {row['strategy']} | {row['predicted'] * 1e3:.2f} | {row['measured'] * 1e3:.2f} | "
+            f"{row['error']:+.0%} |"
         )
-    print(
-        "\nKendall's tau, of all pairs and of pairs that differ by more than 5 and 10 %:"
-    )
+    print("\nKendall's tau, of all pairs and of pairs that differ by more than 5 and 10 %:")
     groups = {name: [r for r in rows if r["model"] == name] for name in args.models}
     for name, group in (groups | {"all strategies": rows}).items():
         print(f"  {name}:", *(f"{tau(group, least):.2f}" for least in (0, 0.05, 0.1)))

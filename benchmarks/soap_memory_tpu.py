@@ -1,12 +1,14 @@
-"""Predicted against compiled memory of a training step on TPUs, for strategies of three models, on a machine without a TPU.
+"""Predicted against compiled memory of a training step on TPUs, for strategies of three models, on a machine without a
+TPU.
 
     pip install -r benchmarks/requirements-tpu.txt
     python benchmarks/soap_memory_tpu.py
     python benchmarks/soap_memory_tpu.py --topologies v5e:2x4 --random 4 --out rows.json
 
-The step is the loss, its gradients, clipped by their norm, and an update of Adam; weights and state are donated. *Predicted* is the most
-that a device needs by `jpipe.soap.simulate`. *Compiled* is what the TPU compiler reserves on each chip: arguments, results and
-temporaries. The models are large, because the compiler leaves out arrays that it keeps in the on-chip memory.
+The step is the loss, its gradients, clipped by their norm, and an update of Adam; weights and state are donated.
+*Predicted* is the most that a device needs by `jpipe.soap.simulate`. *Compiled* is what the TPU compiler reserves on
+each chip: arguments, results and temporaries. The models are large, because the compiler leaves out arrays that it
+keeps in the on-chip memory.
 """
 
 import argparse
@@ -25,8 +27,8 @@ TOPOLOGIES = ("v5e:2x2", "v5e:2x4")
 def machine_of(num_devices: int):
     """v5e chips, from https://cloud.google.com/tpu/docs/v5e. The latency is assumed.
 
-    Of the 128 MiB of on-chip memory (https://jax-ml.github.io/scaling-book/tpus) the compiler keeps 16 for its kernels: messages of it
-    name that limit (https://github.com/pytorch/xla/issues/6611).
+    Of the 128 MiB of on-chip memory (https://jax-ml.github.io/scaling-book/tpus) the compiler keeps 16 for its kernels:
+    messages of it name that limit (https://github.com/pytorch/xla/issues/6611).
     """
     from jpipe import soap
 
@@ -77,7 +79,9 @@ def larger(name: str) -> tuple:
 
 
 def compiled_bytes(loss, graph, strategy, arrays, devices) -> tuple[int, int]:
-    """Bytes that a step reserves on each chip, and those of them that are in use at a time, at most, by the compiler."""
+    """Bytes that a step reserves on each chip, and those of them that are in use at a time, at most, by the
+    compiler.
+    """
     import jax
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -89,8 +93,7 @@ def compiled_bytes(loss, graph, strategy, arrays, devices) -> tuple[int, int]:
     leaves, tree = jax.tree.flatten(arrays)
     shardings = soap.argument_shardings(graph, strategy, mesh)
     weights, *inputs = tree.unflatten(
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-        for a, s in zip(leaves, shardings)
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(leaves, shardings)
     )
 
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
@@ -104,18 +107,14 @@ def compiled_bytes(loss, graph, strategy, arrays, devices) -> tuple[int, int]:
         of_weights,
         transform_non_params=lambda _: everywhere,
     )
-    state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, placed
-    )
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), state, placed)
 
     def step(weights, state, *inputs):
         value, gradients = jax.value_and_grad(split)(weights, *inputs)
         updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state, value
 
-    jitted = jax.jit(
-        step, out_shardings=(of_weights, placed, None), donate_argnums=(0, 1)
-    )
+    jitted = jax.jit(step, out_shardings=(of_weights, placed, None), donate_argnums=(0, 1))
     compiled = jitted.lower(weights, state, *inputs).compile()
     analysis = compiled.memory_analysis()
     return reserved_bytes(analysis), analysis.peak_memory_in_bytes
@@ -163,19 +162,15 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
     args = parser.parse_args()
     environment()
-    rows = [
-        row
-        for topology in args.topologies
-        for name in args.models
-        for row in rows_of(name, topology, args.random)
-    ]
+    rows = [row for topology in args.topologies for name in args.models for row in rows_of(name, topology, args.random)]
     print(
         "\n| model | chips | strategy | predicted, MB | in use, MB | error | reserved, MB | error |"
         "\n|---|---|---|---|---|---|---|---|"
     )
     for r in rows:
         print(
-            f"| {r['model']} | {r['topology']} | {r['strategy']} | {r['predicted'] / 1e6:,.0f} | {r['in_use'] / 1e6:,.0f} "
+            f"| {r['model']} | {r['topology']} | {r['strategy']} | {r['predicted'] / 1e6:,.0f} | "
+            f"{r['in_use'] / 1e6:,.0f} "
             f"| {r['in_use_error']:+.0%} | {r['reserved'] / 1e6:,.0f} | {r['reserved_error']:+.0%} |"
         )
     if args.out is not None:

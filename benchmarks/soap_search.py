@@ -4,10 +4,12 @@
     python benchmarks/soap_search.py --layers 4 --devices 4 16 64 --proposals 100
     python benchmarks/soap_search.py --devices 4 8 16 32 64 --proposals 40 --draw docs/images/soap_delta.svg
 
-Both searches make the same proposals from data parallelism and take the same ones: the delta simulation returns the same seconds to the last
-bit, which the program checks. The full search builds the task graph anew for every proposal, and simulates all of it
-(FlexFlow, algorithm 1); regions and their intersections are cached for both. A round of proposals fills the caches before the clock
-starts. The seconds are those of the processor in this program alone. FlexFlow's paper reports 2.2 to 6.9 times, growing with the number of devices (arXiv:1807.05358, table 4). The model is a transformer.
+Both searches make the same proposals from data parallelism and take the same ones: the delta simulation returns the
+same seconds to the last bit, which the program checks. The full search builds the task graph anew for every proposal,
+and simulates all of it (FlexFlow, algorithm 1); regions and their intersections are cached for both. A round of
+proposals fills the caches before the clock starts. The seconds are those of the processor in this program alone.
+FlexFlow's paper reports 2.2 to 6.9 times, growing with the number of devices (arXiv:1807.05358, table 4). The model is
+a transformer.
 """
 
 import argparse
@@ -83,9 +85,7 @@ def main() -> None:
         assert seconds["delta"][1] == seconds["full"][1], "the searches differ"
         d, f = (1e3 * seconds[name][0] / args.proposals for name in ("delta", "full"))
         count = sum(len(block.tasks) for block in simulator.tasks.blocks)
-        print(
-            f"{num_devices:7}  {count:5}  {f:7.2f}  {d:8.2f}  {f / d:12.1f}", flush=True
-        )
+        print(f"{num_devices:7}  {count:5}  {f:7.2f}  {d:8.2f}  {f / d:12.1f}", flush=True)
         ratios.append(f / d)
         if args.draw:
             draw(args.draw, args.devices, ratios)

@@ -101,9 +101,7 @@ def compiled(path: pathlib.Path) -> dict[str, Layer]:
     first = rows[0]["topology"]
     cycles = {r["schedule"]: r["cycles"] for r in rows if r["topology"] == first}
     whole, halves = cycles["one_f_one_b"], cycles["zero_bubble_h1"]
-    layer = Layer(
-        whole["forward"], whole["backward"], halves["backward"], halves["weight_grad"]
-    )
+    layer = Layer(whole["forward"], whole["backward"], halves["backward"], halves["weight_grad"])
     return {"transformer, dim 512, cycles on TPU": layer}
 
 
@@ -115,9 +113,7 @@ def steps(layer: Layer, num_devices: int, num_microbatches: int) -> dict[str, fl
     makespans = {}
     for title, (name, options) in SCHEDULES.items():
         stages_per_device = 2 if name in ("interleaved", "zero_bubble_v") else 1
-        table = jpipe.schedules.get(name)(
-            stages_per_device * num_devices, num_microbatches, **options
-        )
+        table = jpipe.schedules.get(name)(stages_per_device * num_devices, num_microbatches, **options)
         makespans[title] = simulate(
             table,
             Costs(
@@ -147,11 +143,7 @@ def table(layers: dict[str, Layer], num_devices: int, num_microbatches: int) -> 
         for split in (free, layer):
             times = steps(split, num_devices, num_microbatches)
             columns.append({title: time / base for title, time in times.items()})
-    lines.append(
-        "| cost of the split | "
-        + " | ".join(f"| {layer.cost:.2f}" for layer in layers.values())
-        + " |"
-    )
+    lines.append("| cost of the split | " + " | ".join(f"| {layer.cost:.2f}" for layer in layers.values()) + " |")
     for title in SCHEDULES:
         cells = " | ".join(f"{column[title]:.2f}" for column in columns)
         lines.append(f"| `{title}` | {cells} |")
@@ -159,14 +151,10 @@ def table(layers: dict[str, Layer], num_devices: int, num_microbatches: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument(
-        "--tpu", type=pathlib.Path, help="the file that `compile_tpu.py --out` wrote"
-    )
+    parser.add_argument("--tpu", type=pathlib.Path, help="the file that `compile_tpu.py --out` wrote")
     args = parser.parse_args()
     layers = measured() if args.tpu is None else compiled(args.tpu)
     for name, layer in layers.items():

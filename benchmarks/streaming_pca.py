@@ -2,12 +2,13 @@
 
     python benchmarks/streaming_pca.py
 
-The first table has gradients with singular values 10, 6, 3, 0.3, 0.2 and 0.1. Inputs of a layer `[256, 16]` are normal, and
-gradients by its outputs `[256, 12]` are a matrix times them. Every batch is new, and comes in parts of 32 rows. The error of rank 3 is
-that of X diag(sigma) D^T, relative to the gradient of the batch.
+The first table has gradients with singular values 10, 6, 3, 0.3, 0.2 and 0.1. Inputs of a layer `[256, 16]` are normal,
+and gradients by its outputs `[256, 12]` are a matrix times them. Every batch is new, and comes in parts of 32 rows. The
+error of rank 3 is that of X diag(sigma) D^T, relative to the gradient of the batch.
 
-The second table has bytes of a device that runs a step of an MLP, `--layers` dense layers of `--dim` on one stage. They are what the compiler reserves
-for arguments (weights, gradients and factors, the batch) and for temporaries, and what `Pipeline.memory` says of gradients before.
+The second table has bytes of a device that runs a step of an MLP, `--layers` dense layers of `--dim` on one stage. They
+are what the compiler reserves for arguments (weights, gradients and factors, the batch) and for temporaries, and what
+`Pipeline.memory` says of gradients before.
 """
 
 import argparse
@@ -27,9 +28,7 @@ def errors(seed: int, num_batches: int = 10) -> tuple[list, float, list]:
 
     rows, part, (a, b) = 256, 32, (16, 12)
     rng, compressor = np.random.default_rng(seed), StreamingPCA(3, seed)
-    left, right = (
-        np.linalg.qr(rng.standard_normal((n, len(VALUES))))[0] for n in (a, b)
-    )
+    left, right = (np.linalg.qr(rng.standard_normal((n, len(VALUES))))[0] for n in (a, b))
     layer = (left * VALUES) @ right.T
     factors = compressor.init(jax.ShapeDtypeStruct((a, b), np.float32))
     factors = factors._replace(sigma=jnp.ones(3))  # the paper's first one
@@ -96,9 +95,7 @@ def main() -> None:
     print(f"| best | {np.median(best):.3f} | {min(best):.3f} | {max(best):.3f} |")
     print(f"\nmedian sigma: {values}\n")
     print(f"{args.layers} layers of {args.dim}, float32, MB\n")
-    print(
-        "| gradients | `Pipeline.memory` | arguments | temporaries |\n|---|---|---|---|"
-    )
+    print("| gradients | `Pipeline.memory` | arguments | temporaries |\n|---|---|---|---|")
     for rank in (None, *RANKS):
         of = memory(args.layers, args.dim, rank)
         row = " | ".join(f"{n / 1e6:.2f}" for n in of.values())

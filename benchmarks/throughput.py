@@ -90,15 +90,10 @@ def measure(
     script, *flags = program.split()
     command = [str(python), str(HERE / script), *workload.split(), *flags]
     command += ["--steps", str(steps), "--warmup", "3", "--json"]
-    start = functools.partial(
-        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    start = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if pinned:
         cores = sorted(os.sched_getaffinity(0))
-        copies = [
-            start(["taskset", "-c", str(core), *command], start_new_session=True)
-            for core in cores
-        ]
+        copies = [start(["taskset", "-c", str(core), *command], start_new_session=True) for core in cores]
     else:
         copies = [start(command, start_new_session=True)]
     reports = []
@@ -119,31 +114,19 @@ def measure(
     return reports[0] | {"samples_per_s": speed}
 
 
-def flags(
-    doc: str, workloads: dict, programs: dict, rounds: int, steps: int
-) -> argparse.ArgumentParser:
+def flags(doc: str, workloads: dict, programs: dict, rounds: int, steps: int) -> argparse.ArgumentParser:
     """The flags that select programs and workloads. `rounds` and `steps` are defaults."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--workloads", nargs="+", default=list(workloads), choices=list(workloads)
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=list(programs), choices=list(programs)
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", default=list(workloads), choices=list(workloads))
+    parser.add_argument("--only", nargs="+", default=list(programs), choices=list(programs))
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument(
-        "--steps", type=int, default=steps, help="timed steps per process"
-    )
+    parser.add_argument("--steps", type=int, default=steps, help="timed steps per process")
     return parser
 
 
 def main() -> None:
     parser = flags(__doc__, WORKLOADS, PROGRAMS, rounds=5, steps=20)
-    parser.add_argument(
-        "--out", type=pathlib.Path, help="also write the medians as JSON"
-    )
+    parser.add_argument("--out", type=pathlib.Path, help="also write the medians as JSON")
     args = parser.parse_args()
     figures: dict = {}
     for workload in args.workloads:
@@ -159,32 +142,17 @@ def main() -> None:
                     )
                 )
         losses = {
-            program: (rs[0]["first_loss"], rs[0]["last_loss"])
-            for program, rs in runs.items()
-            if program in SYNCHRONOUS
+            program: (rs[0]["first_loss"], rs[0]["last_loss"]) for program, rs in runs.items() if program in SYNCHRONOUS
         }
         difference = max(
-            (
-                abs(a - b) / abs(b)
-                for pair in losses.values()
-                for a, b in zip(pair, next(iter(losses.values())))
-            ),
+            (abs(a - b) / abs(b) for pair in losses.values() for a, b in zip(pair, next(iter(losses.values())))),
             default=0.0,
         )
-        medians = {
-            program: statistics.median(r["samples_per_s"] for r in rs)
-            for program, rs in runs.items()
-        }
+        medians = {program: statistics.median(r["samples_per_s"] for r in rs) for program, rs in runs.items()}
         figures[workload] = medians
-        print(
-            f"{workload}: {WORKLOADS[workload]}   (losses differ by at most {difference:.1e})"
-        )
+        print(f"{workload}: {WORKLOADS[workload]}   (losses differ by at most {difference:.1e})")
         for program, median in medians.items():
-            ratios = {
-                other: median / medians[other]
-                for other in COMPARED
-                if other in medians and other != program
-            }
+            ratios = {other: median / medians[other] for other in COMPARED if other in medians and other != program}
             spread = [r["samples_per_s"] for r in runs[program]]
             print(
                 f"  {program:14s} {median:9.1f} samples/s  [{min(spread):.0f} .. {max(spread):.0f}]  "

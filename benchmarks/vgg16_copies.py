@@ -39,9 +39,7 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "pred": 1}
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--microbatches", type=int, default=12)
     parser.add_argument("--image-size", type=int, default=224)
@@ -50,15 +48,11 @@ def main(argv: list[str]) -> None:
         type=lambda text: [float(word) for word in text.split(",")],
         default=[1e7, 3e7, 1e8, 1e9],
     )
-    parser.add_argument(
-        "--profile", default="vgg16.json", help="a file that keeps the profile"
-    )
+    parser.add_argument("--profile", default="vgg16.json", help="a file that keeps the profile")
     args = parser.parse_args(argv)
     size = args.batch // args.microbatches
     batch = {
-        "inputs": np.zeros(
-            (args.batch, args.image_size, args.image_size, 3), np.float32
-        ),
+        "inputs": np.zeros((args.batch, args.image_size, args.image_size, 3), np.float32),
         "labels": np.zeros(args.batch, np.int32),
     }
     best = plan(args, {name: a[:size] for name, a in batch.items()})
@@ -88,9 +82,7 @@ def pipeline(args: argparse.Namespace, schedule: jpipe.Schedule, **options):
 def plan(args: argparse.Namespace, microbatch: dict) -> jpipe.plan.Candidate:
     """Prints the fastest plans for every bandwidth, and returns that for the first."""
     pipe = pipeline(args, jpipe.schedules.gpipe(1, 1))
-    profile = pipe.profile(
-        microbatch, num_microbatches=1, min_seconds=0.1, cache=args.profile
-    )
+    profile = pipe.profile(microbatch, num_microbatches=1, min_seconds=0.1, cache=args.profile)
     seconds = np.add(profile.seconds("forward"), profile.seconds("backward"))
     print(
         f"a microbatch of {profile.microbatch_size}: convolutions {seconds[:13].sum():.2f} s, "
@@ -100,9 +92,7 @@ def plan(args: argparse.Namespace, microbatch: dict) -> jpipe.plan.Candidate:
     winners = []
     for bandwidth in args.bandwidths:
         machine = jpipe.plan.Machine(DEVICES, bandwidth=(bandwidth, bandwidth))
-        ranking = jpipe.plan.choose(
-            profile, machine, args.batch, recompute=profile.recompute
-        )
+        ranking = jpipe.plan.choose(profile, machine, args.batch, recompute=profile.recompute)
         winners.append(ranking[0])
         words = [f"{bandwidth / 1e6:>7g} MB/s: {text(ranking[0])}"]
         for kind in ("data parallel", "no copies", "copies"):
@@ -166,9 +156,7 @@ def sent_bytes(pipe: jpipe.Pipeline, batch: dict, channels) -> Sent:
     ticks_of = {c.pairs: int(c.sends.sum()) for c in channels if c.pairs is not None}
     reduced = moved = 0
     for line in pipe.compile(batch).as_text().splitlines():
-        match = re.search(
-            r"= (.*?) (all-reduce|all-gather|collective-permute)(?:-start)?\(", line
-        )
+        match = re.search(r"= (.*?) (all-reduce|all-gather|collective-permute)(?:-start)?\(", line)
         if match is None:
             continue
         num_bytes = sum(

@@ -3,8 +3,9 @@
     python benchmarks/vocabulary.py                # bytes and FLOPs per device; nothing runs
     python benchmarks/vocabulary.py --measure      # and seconds per step on two devices of this CPU
 
-Every model is cut by FLOPs, once with whole layers and once with the rule `("vocab", "stage")`. *Padding* is the part of
-a device's weights that the average device does not use. *Slowest* and *last* are the FLOPs of the slowest and of the last
+Every model is cut by FLOPs, once with whole layers and once with the rule `("vocab", "stage")`. *Padding* is the part
+of a device's weights that the average device does not use. *Slowest* and *last* are the FLOPs of the slowest and of the
+last
 stage, divided by the mean: without a bubble a tick takes as long as the slowest stage.
 
 With `--measure` a GPT of two stages trains with both, in alternation.
@@ -141,9 +142,7 @@ def table() -> None:
 
 def measure(rounds: int, steps: int) -> None:
     """Prints seconds per step of both rules, in alternation."""
-    model = Transformer(
-        vocab_size=16384, seq_len=64, dim=128, num_heads=4, num_blocks=4
-    )
+    model = Transformer(vocab_size=16384, seq_len=64, dim=128, num_heads=4, num_blocks=4)
     schedule = jpipe.schedules.one_f_one_b(2, 8)
     batch = batch_of(model, 64, 16)
     runs = {}

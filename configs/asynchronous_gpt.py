@@ -27,9 +27,7 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         model=Transformer(seq_len=64, dim=32, num_heads=4, num_blocks=4),
         data=Text(seq_len=64),
-        pipeline=PipelineConfig(
-            num_stages=6, num_microbatches=1, delays=(7, 6, 4, 3, 1, 0)
-        ),
+        pipeline=PipelineConfig(num_stages=6, num_microbatches=1, delays=(7, 6, 4, 3, 1, 0)),
         optimizer=OptimizerConfig(
             name="muon",
             learning_rate=2.7e-2,

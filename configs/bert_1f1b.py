@@ -19,13 +19,9 @@ from train.text import MaskedText
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=BERT(
-            vocab_size=257, seq_len=64, dim=64, num_heads=4, num_blocks=4, dropout=0.0
-        ),
+        model=BERT(vocab_size=257, seq_len=64, dim=64, num_heads=4, num_blocks=4, dropout=0.0),
         data=MaskedText(seq_len=64),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=4, num_microbatches=8
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=4, num_microbatches=8),
         optimizer=OptimizerConfig(
             learning_rate=2e-3,
             warmup_steps=50,

@@ -24,9 +24,7 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         model=Transformer(seq_len=128, dim=128, num_heads=4, num_blocks=8),
         data=Text(seq_len=128),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=4, num_microbatches=8
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=4, num_microbatches=8),
         mesh=MeshConfig(rules={"vocab": "stage"}),
         optimizer=OptimizerConfig(
             learning_rate=2e-3,

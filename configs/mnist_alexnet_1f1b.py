@@ -28,12 +28,8 @@ def get_config() -> TrainConfig:
             num_classes=10,
         ),
         data=MNIST(max_shift=2),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=4, num_microbatches=8
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=3e-3, warmup_steps=40, weight_decay=1e-2, b2=0.99
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=4, num_microbatches=8),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40, weight_decay=1e-2, b2=0.99),
         batch_size=128,
         num_steps=300,
         log_every=50,

@@ -18,9 +18,7 @@ from train.mnist import MNIST
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=ResNet(
-            num_channels=1, widths=(16, 32, 64), num_blocks=(2, 2, 2), stem_stride=2
-        ),
+        model=ResNet(num_channels=1, widths=(16, 32, 64), num_blocks=(2, 2, 2), stem_stride=2),
         data=MNIST(max_shift=2),
         pipeline=PipelineConfig(schedule="pipedream", num_stages=4, num_microbatches=4),
         optimizer=OptimizerConfig(

@@ -20,9 +20,7 @@ from train.mnist import MNIST
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=ResNet(
-            num_channels=1, widths=(8, 16, 32), num_blocks=(1, 1, 1), stem_stride=2
-        ),
+        model=ResNet(num_channels=1, widths=(8, 16, 32), num_blocks=(1, 1, 1), stem_stride=2),
         data=MNIST(max_shift=2),
         pipeline=PipelineConfig(
             schedule="pipemare",

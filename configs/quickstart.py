@@ -18,14 +18,10 @@ from train.mnist import MNIST
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        model=ResNet(
-            num_channels=1, widths=(16, 32, 64), num_blocks=(2, 2, 2), stem_stride=2
-        ),
+        model=ResNet(num_channels=1, widths=(16, 32, 64), num_blocks=(2, 2, 2), stem_stride=2),
         data=MNIST(max_shift=2),
         pipeline=PipelineConfig(schedule="gpipe", num_stages=4, num_microbatches=4),
-        optimizer=OptimizerConfig(
-            learning_rate=2e-2, warmup_steps=40, weight_decay=5e-2, b2=0.99
-        ),
+        optimizer=OptimizerConfig(learning_rate=2e-2, warmup_steps=40, weight_decay=5e-2, b2=0.99),
         batch_size=128,
         num_steps=800,
         log_every=100,

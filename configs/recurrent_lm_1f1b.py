@@ -22,13 +22,9 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         model=RecurrentLM(embed_dim=32, dim=128, num_layers=2),
         data=Text(seq_len=64),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=2, num_microbatches=8
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=2, num_microbatches=8),
         mesh=MeshConfig(rules={"vocab": "stage"}),
-        optimizer=OptimizerConfig(
-            learning_rate=5e-3, warmup_steps=40, weight_decay=1e-2, clip_norm=1.0
-        ),
+        optimizer=OptimizerConfig(learning_rate=5e-3, warmup_steps=40, weight_decay=1e-2, clip_norm=1.0),
         batch_size=64,
         num_steps=500,
         log_every=100,

@@ -37,9 +37,7 @@ def get_config() -> TrainConfig:
             dropout=0.0,
         ),
         data=Pairs(seq_len=96),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=2, num_microbatches=8
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=2, num_microbatches=8),
         mesh=MeshConfig(rules={"vocab": "stage"}),
         optimizer=OptimizerConfig(
             learning_rate=3e-3,

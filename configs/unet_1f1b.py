@@ -21,12 +21,8 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         model=UNet(width=8, num_levels=2, num_classes=2),
         data=MNISTPixels(max_shift=2),
-        pipeline=PipelineConfig(
-            schedule="one_f_one_b", num_stages=3, num_microbatches=4
-        ),
-        optimizer=OptimizerConfig(
-            learning_rate=3e-3, warmup_steps=40, weight_decay=1e-2, b2=0.99
-        ),
+        pipeline=PipelineConfig(schedule="one_f_one_b", num_stages=3, num_microbatches=4),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=40, weight_decay=1e-2, b2=0.99),
         batch_size=64,
         num_steps=300,
         log_every=50,

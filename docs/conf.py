@@ -31,8 +31,7 @@ default_role = "code"  # docstrings write code between single backticks
 nitpicky = True
 # Types of other libraries have no page here.
 nitpick_ignore_regex = [
-    (r"py:.*", rf"{library}(\..*)?")
-    for library in ("jax", "flax", "numpy", "np", "optax", "jnp", "nnx", "linen")
+    (r"py:.*", rf"{library}(\..*)?") for library in ("jax", "flax", "numpy", "np", "optax", "jnp", "nnx", "linen")
 ] + [
     (r"py:.*", r"(?!jpipe)[\w.]+"),
     # Private modules, and classes of the inner packages, which some public functions name in annotations.
@@ -76,9 +75,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 ARGUMENT_GROUPS = {
     " ".join(title.split()): re.findall(r"`(\w+)`", names)
-    for title, names in re.findall(
-        r"([A-Z][^:.`]*): ((?:`\w+`(?:,\s+)?)+)\.", jpipe.Pipeline.__doc__ or ""
-    )
+    for title, names in re.findall(r"([A-Z][^:.`]*): ((?:`\w+`(?:,\s+)?)+)\.", jpipe.Pipeline.__doc__ or "")
 }
 """Title of a group of arguments -> names, as the docstring of `Pipeline` has them."""
 
@@ -132,14 +129,10 @@ def resolve(name):
 def check_reference(app, env):
     """Fails the build if the reference lacks a public name. One page for an object that has two names is enough."""
     python = env.domaindata["py"]
-    documented = {
-        id(resolve(name)) for name in (*python["objects"], *python["modules"])
-    }
+    documented = {id(resolve(name)) for name in (*python["objects"], *python["modules"])}
     for name in public_names():
         if id(resolve(name)) not in documented and name not in python["objects"]:
-            logging.getLogger(__name__).warning(
-                "the API reference lacks %s: name it on a page of docs/api/", name
-            )
+            logging.getLogger(__name__).warning("the API reference lacks %s: name it on a page of docs/api/", name)
 
 
 def group_arguments(name, text):
@@ -150,29 +143,18 @@ def group_arguments(name, text):
     texts = dict(zip(entries, re.split(r"^(?=  \w)", arguments + "\n", flags=re.M)[1:]))
     named = [each for group in ARGUMENT_GROUPS.values() for each in group]
     if sorted(named) != sorted(texts):
-        logging.getLogger(__name__).warning(
-            "the groups of arguments of %s name %s, it has %s", name, named, entries
-        )
+        logging.getLogger(__name__).warning("the groups of arguments of %s name %s, it has %s", name, named, entries)
         return text
-    before = re.sub(
-        r"The arguments come in groups\..*?(?=\n\n|$)", "", before, flags=re.S
-    )
-    sections = [
-        f"\n{title}:\n" + "".join(texts[each] for each in group)
-        for title, group in ARGUMENT_GROUPS.items()
-    ]
+    before = re.sub(r"The arguments come in groups\..*?(?=\n\n|$)", "", before, flags=re.S)
+    sections = [f"\n{title}:\n" + "".join(texts[each] for each in group) for title, group in ARGUMENT_GROUPS.items()]
     return before + "".join(sections) + after
 
 
 def methods_table(name, cls):
     """A table of the public methods and properties of a class: name, first sentence of the docstring."""
     rows = ["", ".. list-table::", "   :widths: auto", "   :class: methods", ""]
-    bases = [
-        each for each in reversed(cls.__mro__) if each.__module__.startswith("jpipe")
-    ]
-    members = {
-        name: value for each in bases for name, value in vars(each).items()
-    }.items()
+    bases = [each for each in reversed(cls.__mro__) if each.__module__.startswith("jpipe")]
+    members = {name: value for each in bases for name, value in vars(each).items()}.items()
     for each, value in sorted(members, key=lambda item: isinstance(item[1], property)):
         text = inspect.getdoc(value)
         if not each.startswith("_") and text and not isinstance(value, type):
@@ -228,10 +210,7 @@ def restore_docstring(app, what, name, obj, options, lines):
 
 def name_types(app, what, name, obj, options, signature, returned):
     """Sphinx names an alias in a union by the class of its placeholder."""
-    return tuple(
-        part and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", part)
-        for part in (signature, returned)
-    )
+    return tuple(part and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", part) for part in (signature, returned))
 
 
 # Files outside docs/ that a page includes.
@@ -245,7 +224,9 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]
 
 
 def localise(text, folder, page_folder):
-    """Links of a text of `folder`, as they are right on a page of `page_folder`. Files outside docs/ have a name only."""
+    """Links of a text of `folder`, as they are right on a page of `page_folder`. Files outside docs/ have a name
+    only.
+    """
 
     def link(match):
         words, path, fragment = match.groups()

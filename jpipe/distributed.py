@@ -301,8 +301,8 @@ def broadcast(value: Any) -> Any:
 def stop_requested(step: int, requested: bool = False) -> bool:
     """Whether all processes stop now. They agree on one step, without waiting for each other.
 
-    If one process passes `requested=True`, for example after SIGTERM, then a step or two later the function returns True,
-    on every process at the same step.
+    If one process passes `requested=True`, for example after SIGTERM, then a step or two later the function returns
+    True, on every process at the same step.
 
         for step in range(num_steps):
             if jpipe.distributed.stop_requested(step, interrupt.requested):

@@ -4,8 +4,8 @@
 
 Each process runs `python script.py arguments...`. The script calls `jpipe.distributed.initialize()`, which connects the
 processes. On a machine with GPUs each process gets its share of them; otherwise each gets CPU devices. Every line
-that a process prints begins with its number. SIGINT and SIGTERM are passed on to all. When a process ends with an error,
-the others get SIGTERM, and SIGKILL 5 seconds later. The exit code is that of the first process that failed.
+that a process prints begins with its number. SIGINT and SIGTERM are passed on to all. When a process ends with an
+error, the others get SIGTERM, and SIGKILL 5 seconds later. The exit code is that of the first process that failed.
 """
 
 import argparse
@@ -51,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jpipe.launch",
         description="Starts a script in several processes on this machine.",
     )
-    parser.add_argument(
-        "-n", "--num-processes", type=int, required=True, help="number of processes"
-    )
+    parser.add_argument("-n", "--num-processes", type=int, required=True, help="number of processes")
     parser.add_argument(
         "--devices",
         type=int,
@@ -82,9 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         NUM_PROCESSES: str(n),
         LAUNCHER: str(os.getpid()),
     }
-    variables = [
-        {**os.environ, **shared, PROCESS_ID: str(i), **devices[i]} for i in range(n)
-    ]
+    variables = [{**os.environ, **shared, PROCESS_ID: str(i), **devices[i]} for i in range(n)]
     return _run(command, variables)
 
 
@@ -119,9 +115,7 @@ def device_variables(
         return [{"CUDA_VISIBLE_DEVICES": ",".join(s)} for s in shares]
     if num_devices is None and "JAX_NUM_CPU_DEVICES" in environment:
         return [{} for _ in range(num_processes)]
-    share, rest = divmod(
-        num_processes if num_devices is None else num_devices, num_processes
-    )
+    share, rest = divmod(num_processes if num_devices is None else num_devices, num_processes)
     if rest or not share:
         raise ValueError(
             f"--devices={num_devices} cannot be shared by {num_processes} processes. Give a multiple of -n."
@@ -176,9 +170,7 @@ def _run(command: list[str], variables: list[dict[str, str]]) -> int:
                 (process.stdout, sys.stdout.buffer),
                 (process.stderr, sys.stderr.buffer),
             ):
-                thread = threading.Thread(
-                    target=_copy, args=(source, target, f"[{i}] ".encode(), write_lock)
-                )
+                thread = threading.Thread(target=_copy, args=(source, target, f"[{i}] ".encode(), write_lock))
                 thread.daemon = True
                 thread.start()
                 threads.append(thread)
@@ -231,9 +223,7 @@ def _signal(process: subprocess.Popen, number: int) -> None:
             process.send_signal(number)
 
 
-def _copy(
-    source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock
-) -> None:
+def _copy(source: BinaryIO, target: BinaryIO, prefix: bytes, lock: threading.Lock) -> None:
     """Copies lines with a prefix, until the source ends or the target takes no more."""
     with contextlib.suppress(OSError, ValueError):
         for line in source:

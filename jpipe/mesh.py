@@ -103,9 +103,7 @@ def make_mesh(
     sizes = {DATA: data, STAGE: stage, FSDP: fsdp, MODEL: model}
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < 1:
-            raise ValueError(
-                f"`{name}` must be a whole number of devices, at least 1, got {shown(size)}."
-            )
+            raise ValueError(f"`{name}` must be a whole number of devices, at least 1, got {shown(size)}.")
     axes = {name: size for name, size in sizes.items() if size > 1 or name == STAGE}
     needed = math.prod(axes.values())
     if len(devices) < needed:
@@ -113,13 +111,12 @@ def make_mesh(
         remedy = "Use fewer stages." if needed == stage else "Use fewer of them."
         if platform == "cpu":
             remedy = (
-                f'Call `jax.config.update("jax_num_cpu_devices", {shown(needed)})` before JAX is first used, which makes '
+                f'Call `jax.config.update("jax_num_cpu_devices", {shown(needed)})` before JAX is first used, which '
+                "makes "
                 "that many devices out of the CPU, or use fewer."
             )
         asked = ", ".join(f"{name}={shown(size)}" for name, size in axes.items())
-        raise ValueError(
-            f"`{asked}` needs {shown(needed)} devices, got {len(devices)} ({platform}). {remedy}"
-        )
+        raise ValueError(f"`{asked}` needs {shown(needed)} devices, got {len(devices)} ({platform}). {remedy}")
     shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
     if ring and fsdp == model == 1:
         rows = _rings(devices[:needed], data, stage)

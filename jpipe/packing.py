@@ -42,7 +42,9 @@ CHUNK = 1 << 20
 """The most numbers of a weight that an update brings to the device at once, if they can be cut so."""
 
 MOST_PADDING = 1 / 8
-"""The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not use."""
+"""The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not
+use.
+"""
 
 
 _LONGEST = 2**31 - 1
@@ -210,9 +212,7 @@ class Place:
             start += number * math.prod(shape)
             return Place(self.array, start, 0, 1, shape, flat=True)
         if self.num_rows > 1:
-            return Place(
-                self.array, start + number, 0, 1, shape, False, (), self.on_host
-            )
+            return Place(self.array, start + number, 0, 1, shape, False, (), self.on_host)
         start = start * num_chunks + number
         return Place(self.array, start, 0, 1, shape, flat=False, split=num_chunks)
 
@@ -267,9 +267,7 @@ class Packing:
             on TPUs whenever it is read.
         """
         of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
-        stages = _Stages.of(
-            [[o] for o in range(len(owners))] if devices is None else devices
-        )
+        stages = _Stages.of([[o] for o in range(len(owners))] if devices is None else devices)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         in_vectors: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(of_owners):
@@ -280,9 +278,7 @@ class Packing:
         pooled = {
             key
             for key, n in counts.items()
-            if any(key[2])
-            or key[3]
-            or stages.used(n) >= occupancy * stages.allocated(n)
+            if any(key[2]) or key[3] or stages.used(n) >= occupancy * stages.allocated(n)
         }
         if tight:
             pooled = _tightened(pooled, counts, stages)
@@ -298,9 +294,7 @@ class Packing:
                 for leaf in together:
                     shape, dtype, spec, chunk = key = _key(leaf)
                     if leaf.is_empty:
-                        own_places.append(
-                            Place("", 0, 0, count, shape, True, empty=dtype)
-                        )
+                        own_places.append(Place("", 0, 0, count, shape, True, empty=dtype))
                         continue
                     is_on_host = chunk > 0
                     assert not (leaf.in_vector and is_on_host)
@@ -322,29 +316,20 @@ class Packing:
                         row = _cut(row, rows)
                     dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
-                    place = Place(
-                        name, base, 0, count, shape, flat, spec, is_on_host, rows
-                    )
+                    place = Place(name, base, 0, count, shape, flat, spec, is_on_host, rows)
                     own_places.append(place)
                     used_together[name] += math.prod(shape) if flat else rows
-                own_places[first:] = [
-                    dataclasses.replace(p, stride=used_together[p.array])
-                    for p in own_places[first:]
-                ]
+                own_places[first:] = [dataclasses.replace(p, stride=used_together[p.array]) for p in own_places[first:]]
                 for name, stride in used_together.items():
                     next_free[name] += count * stride
             places.append(tuple(own_places))
             used.append(
-                sum(
-                    count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-                    for aval, count, *_ in leaves
-                )
+                sum(count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval, count, *_ in leaves)
             )
             for name, size in next_free.items():
                 sizes[name] = max(sizes[name], size)
         arrays = {
-            name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1])
-            for name in sorted(sizes)
+            name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1]) for name in sorted(sizes)
         }
         return cls(arrays, tuple(places), tuple(used), specs, frozenset(on_host))
 
@@ -365,10 +350,7 @@ class Packing:
     @property
     def row_bytes(self) -> dict[str, int]:
         """Name -> bytes of the array, or of one of its rows where arrays have several."""
-        return {
-            name: math.prod(a.shape) * a.dtype.itemsize
-            for name, a in self.arrays.items()
-        }
+        return {name: math.prod(a.shape) * a.dtype.itemsize for name, a in self.arrays.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -395,10 +377,7 @@ class _Stages(NamedTuple):
     def of(cls, devices: Sequence[Sequence[int]]) -> "_Stages":
         """From the device of each stage of each owner."""
         number_of_devices = 1 + max(map(max, filter(None, devices)), default=0)
-        number = [
-            np.bincount(np.array(of, int), minlength=number_of_devices)
-            for of in devices
-        ]
+        number = [np.bincount(np.array(of, int), minlength=number_of_devices) for of in devices]
         return cls(np.array(number).reshape(len(devices), number_of_devices))
 
     def used(self, sizes: Sequence[int]) -> int:
@@ -419,10 +398,7 @@ def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
       counts: `_key` of all leaves -> how many each owner has.
       stages: of the owners.
     """
-    num_bytes = {
-        key: math.prod(key[0]) * key[1].itemsize * np.array(n)
-        for key, n in counts.items()
-    }
+    num_bytes = {key: math.prod(key[0]) * key[1].itemsize * np.array(n) for key, n in counts.items()}
     used = sum(map(stages.used, num_bytes.values()))
 
     def padding(pools: set) -> float:
@@ -440,9 +416,7 @@ def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
         return stages.allocated(num_bytes[key]) - stages.used(num_bytes[key])
 
     # Leaves that are split or in host memory stay, and so do pools without padding.
-    movable = {
-        key for key in pooled if waste(key) > 0 and not any(key[2]) and not key[3]
-    }
+    movable = {key for key in pooled if waste(key) > 0 and not any(key[2]) and not key[3]}
     left = set(pooled)
     for key in sorted(movable, key=waste, reverse=True):
         if padding(left) <= MOST_PADDING:
@@ -629,7 +603,9 @@ def _blocks(
     lead: Lead,
     joined: bool,
 ) -> Iterator[tuple[Place, Sequence, jax.Array]]:
-    """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place and the leading indices of the first."""
+    """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place and the leading indices of the
+    first.
+    """
     pairs = [pair for pair in zip(places, values, strict=True) if pair[0].empty is None]
     groups: list[list[tuple[Place, jax.Array]]] = []
     if joined:
@@ -686,10 +662,9 @@ def each_row(
     return lax.fori_loop(0, array.shape[len(lead)], turn, array)
 
 
-def sum_of_rows(
-    array: jax.Array, of_row: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """`[R]`, for each first index of a pool in host memory `[R, n, *shape]` the sum over n of what is computed of a row.
+def sum_of_rows(array: jax.Array, of_row: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """`[R]`, for each first index of a pool in host memory `[R, n, *shape]` the sum over n of what is computed of a
+    row.
 
     Args:
       array: the pool.
@@ -734,10 +709,7 @@ def without(spec: tuple, axis: str) -> tuple:
       >>> without(("fsdp", ("model", "fsdp"), None), "fsdp")
       (None, ('model',), None)
     """
-    return tuple(
-        tuple(name for name in names if name != axis) or None
-        for names in axes_by_dim(spec)
-    )
+    return tuple(tuple(name for name in names if name != axis) or None for names in axes_by_dim(spec))
 
 
 def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple:
@@ -754,8 +726,7 @@ def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) ->
     """
     dims = [*axes_by_dim(spec), *[()] * (len(shape) - len(spec))]
     divided: list[Any] = [
-        () if n % math.prod(sizes[axis] for axis in dim) else dim
-        for n, dim in zip(shape, dims, strict=True)
+        () if n % math.prod(sizes[axis] for axis in dim) else dim for n, dim in zip(shape, dims, strict=True)
     ]
     return tuple(dim[0] if len(dim) == 1 else dim or None for dim in divided)
 
@@ -765,9 +736,7 @@ def _indices(lead: Lead, array: str) -> Sequence:
     return lead(array) if callable(lead) else lead
 
 
-def _start(
-    array: jax.Array, place: Place, lead: Sequence, i: jax.Array | int
-) -> list[jax.Array]:
+def _start(array: jax.Array, place: Place, lead: Sequence, i: jax.Array | int) -> list[jax.Array]:
     """The first index along every axis of leaf i at `place`. No index is negative."""
     return index(array, [*lead, place.start(i)])
 

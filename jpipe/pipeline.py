@@ -67,8 +67,8 @@ class Pipeline:
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`, `ties`. The
     pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`, `compiler_options`. Memory and
-    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`, `accumulate_dtype`,
-    `loss_scale`.
+    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`,
+    `accumulate_dtype`, `loss_scale`.
     Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous
     schedules: `forward_params`, `backward_params`.
 
@@ -92,10 +92,10 @@ class Pipeline:
         makes (or takes from an equal pipeline) fixes the cut.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None
         makes it. Its axes may be of any type, such as the explicit ones of `jax.make_mesh`. Along an axis "data" the
-        pipeline is replicated and each replica gets a share of every minibatch. Other axes, such as "fsdp" and "model", are left to the compiler: weights are
-        split over them as the model's annotations say, and so are their gradients, their optimizer
-        state, and the stashed activations that follow from them. Names that stand for no axis of the
-        mesh count as None, so a model runs on any mesh.
+        pipeline is replicated and each replica gets a share of every minibatch. Other axes, such as "fsdp" and "model",
+        are left to the compiler: weights are split over them as the model's annotations say, and so are their
+        gradients, their optimizer state, and the stashed activations that follow from them. Names that stand for no
+        axis of the mesh count as None, so a model runs on any mesh.
       axis_rules: pairs of a logical name and an axis of the mesh, several axes or None, in order of
         priority. A model annotates the dims of its weights by such names, with Flax's
         `with_partitioning` or `with_logical_partitioning`, and those of activations with
@@ -144,8 +144,8 @@ class Pipeline:
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
       accumulate_dtype: the dtype in which gradients of weights of fewer bits are summed over microbatches and replicas,
-        for example `jnp.float32` for weights in bfloat16. The optimizer gets the sum, rounded once to the weights' dtype;
-        norms are of the sum. None: gradients are summed in the weights' dtype.
+        for example `jnp.float32` for weights in bfloat16. The optimizer gets the sum, rounded once to the weights'
+        dtype; norms are of the sum. None: gradients are summed in the weights' dtype.
       loss_scale: a number, or a `jpipe.LossScale`, that multiplies the loss before its gradient is
         taken; float16 needs it. None scales nothing.
       has_aux: `loss` returns `(scalar, aux)`, aux a pytree of numbers. `step` returns the mean of
@@ -183,8 +183,8 @@ class Pipeline:
 
     Mutable state: in batch norms a microbatch is normalised by its own statistics. Running statistics move once per
     minibatch, by the statistics of all rows on all replicas, as in Flax on the whole minibatch. Other state goes from
-    microbatch to microbatch, as in a loop over them; replicas keep the mean of what theirs have left. State that no call
-    writes keeps its bits. Writes that turn a finite value into one that is not finite are left out.
+    microbatch to microbatch, as in a loop over them; replicas keep the mean of what theirs have left. State that no
+    call writes keeps its bits. Writes that turn a finite value into one that is not finite are left out.
 
     Raises:
       ValueError: for any argument that cannot work, before anything is compiled.
@@ -286,9 +286,7 @@ class Pipeline:
             has_aux=has_aux,
             ties=self.ties,
             hooks=hooks,
-            offload=check_offload(
-                offload, self.mesh, schedule, numbers, communication, hooks
-            ),
+            offload=check_offload(offload, self.mesh, schedule, numbers, communication, hooks),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )
@@ -309,9 +307,7 @@ class Pipeline:
         """The program for a minibatch, with the cut that `init` chose or would choose for it."""
         return self._program_of(self._settings.microbatch(batch))
 
-    def _program_to_restore(
-        self, batch: Any, key_impl: str, starts: Sequence[int]
-    ) -> Program:
+    def _program_to_restore(self, batch: Any, key_impl: str, starts: Sequence[int]) -> Program:
         """The program of a state that was saved with a cut, which is taken over if it fits."""
         fits = len(starts) == self.schedule.num_stages + 1
         fits = fits and starts[-1] == len(self.layers)
@@ -323,9 +319,7 @@ class Pipeline:
         self._starts = list(program.stages.starts)
         self._settings, self._device_memory = program.settings, None
 
-    def _program_of(
-        self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None
-    ) -> Program:
+    def _program_of(self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None) -> Program:
         """The program for an abstract microbatch, made once.
 
         Args:
@@ -379,9 +373,7 @@ class Pipeline:
         if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
             starts = list(program.stages.starts)
-            program_here = self._program_of(
-                program.microbatch, program.engine.key_impl, starts
-            )
+            program_here = self._program_of(program.microbatch, program.engine.key_impl, starts)
             checks.check_same_parts(program.parts, program_here.parts)
             self._starts, program = starts, program_here
         return program.place_state(state)
@@ -458,15 +450,11 @@ class Pipeline:
         outputs = traced.output_tree.unflatten(traced.outputs[-1])
         if traced.reported:
             outputs, _ = outputs
-        problem = cut_warning(
-            self._settings.loss, outputs, traced.reported, program.microbatch, batch
-        )
+        problem = cut_warning(self._settings.loss, outputs, traced.reported, program.microbatch, batch)
         if problem is not None:
             warn(problem)
         if traced.reported:  # reports may be means over rows, which only the loss sees
-            traced = self._settings.trace_evaluation(
-                program.microbatch, program.engine.key_impl, traced
-            )
+            traced = self._settings.trace_evaluation(program.microbatch, program.engine.key_impl, traced)
         for sentence in row_mixing(traced):
             warn(
                 f"{sentence}, so what it computes depends on the other rows of its microbatch, and "
@@ -475,10 +463,9 @@ class Pipeline:
             )
 
     @public("adopt", _is_shared)
-    def adopt(
-        self, state: PipelineState, batch: Any = None, *, optimizer: str = "same"
-    ) -> PipelineState:
-        """Takes over the state of another pipeline of the same layers and optimizer, or its own for another shape of batches.
+    def adopt(self, state: PipelineState, batch: Any = None, *, optimizer: str = "same") -> PipelineState:
+        """Takes over the state of another pipeline of the same layers and optimizer, or its own for another shape of
+        batches.
 
         Schedule, stages, boundaries, mesh and recompute may differ, and with `batch` the minibatch. The
         new state continues with the weights, the optimizer's state, the mutable state, the random
@@ -488,11 +475,11 @@ class Pipeline:
 
         Args:
           state: of the other pipeline, or of this one; not donated.
-          batch: a minibatch, or abstract arrays shaped like one, if minibatches have another number of rows or another length from
-            here on. None: they stay as they are.
-          optimizer: what an optimizer whose state differs is: an error ("same"), or "matching": what has the same place, shape
-            and dtype in the state of both continues, and all else is as before training. So a mask, a schedule or a transform
-            may change in the middle of a training.
+          batch: a minibatch, or abstract arrays shaped like one, if minibatches have another number of rows or another
+            length from here on. None: they stay as they are.
+          optimizer: what an optimizer whose state differs is: an error ("same"), or "matching": what has the same
+            place, shape and dtype in the state of both continues, and all else is as before training. So a mask, a
+            schedule or a transform may change in the middle of a training.
 
         Returns:
           A `PipelineState` of this pipeline.
@@ -503,9 +490,7 @@ class Pipeline:
         """
         check_state(state)
         if optimizer not in ("same", "matching"):
-            raise ValueError(
-                f'`optimizer` of `adopt` must be "same" or "matching", got {shown(optimizer)}.'
-            )
+            raise ValueError(f'`optimizer` of `adopt` must be "same" or "matching", got {shown(optimizer)}.')
         portable.check_nothing_in_flight(state)
         if batch is None:
             minibatch = portable.minibatch_of(state)
@@ -515,9 +500,7 @@ class Pipeline:
         program = self._program_of(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
         source = portable.to_portable(state, portable.layers_here(program))
-        adopted = portable.from_portable(
-            program, source, matching=optimizer == "matching"
-        )
+        adopted = portable.from_portable(program, source, matching=optimizer == "matching")
         adopted = portable.with_compression_of(adopted, state)
         adopted = hyperparams.begun_anew(adopted, state.program.first_hyperparams)
         self._fix_cut(program)
@@ -538,9 +521,7 @@ class Pipeline:
         return portable.mutable_state(self._own(state))
 
     @public("with_params", _is_shared)
-    def with_params(
-        self, state: PipelineState, function: Callable[[Any, Any], Any]
-    ) -> PipelineState:
+    def with_params(self, state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:
         """A state with other weights, computed from the newest ones and the optimizer's state.
 
         For `evaluate`, `predict` and `get_params` of weights that the optimizer keeps, such as an average:
@@ -564,8 +545,8 @@ class Pipeline:
     def get_hyperparams(self, state: PipelineState) -> dict[str, np.ndarray]:
         """The numbers that `optax.inject_hyperparams` keeps in the optimizer's state, by name, such as "learning_rate".
 
-        A name that several transforms have stands as its path in the state of the optimizer. Of a schedule it is the value of
-        the last update. Every process must call it.
+        A name that several transforms have stands as its path in the state of the optimizer. Of a schedule it is the
+        value of the last update. Every process must call it.
         """
         return hyperparams.values(self._own(state))
 
@@ -573,12 +554,12 @@ class Pipeline:
     def with_hyperparams(self, state: PipelineState, **values: Any) -> PipelineState:
         """A state with other injected hyperparameters, from the next update on.
 
-        The optimizer must keep them in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Nothing else
-        changes, and nothing is compiled again. Every process must call it.
+        The optimizer must keep them in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Nothing
+        else changes, and nothing is compiled again. Every process must call it.
 
         Args:
-          state: the training state, also with microbatches in flight. The returned one shares arrays with it, so use the
-            returned one from here on.
+          state: the training state, also with microbatches in flight. The returned one shares arrays with it, so use
+            the returned one from here on.
           **values: numbers by the names of `get_hyperparams`, for example `learning_rate=1e-4`.
 
         Returns:
@@ -606,9 +587,7 @@ class Pipeline:
     # -- Training
 
     @outside_mesh
-    def step(
-        self, state: PipelineState, batch: Any
-    ) -> tuple[PipelineState, dict[str, jax.Array]]:
+    def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Feeds one minibatch and runs one pass over the schedule's table.
 
         In a synchronous schedule every microbatch runs forward and backward and every stage updates
@@ -706,9 +685,7 @@ class Pipeline:
         return state.program.prediction.evaluate(state, batch)
 
     @public("plain_loss")
-    def plain_loss(
-        self, state: PipelineState, key: jax.Array | None = None
-    ) -> Callable[[Sequence, Any], jax.Array]:
+    def plain_loss(self, state: PipelineState, key: jax.Array | None = None) -> Callable[[Sequence, Any], jax.Array]:
         """The loss as a function of the weights, without a pipeline: for gradients, curvatures and checks.
 
         All layers run one after the other in training mode, on one device and on a whole batch at once. Weights
@@ -782,19 +759,17 @@ class Pipeline:
         Args:
           batch: a minibatch, or abstract arrays.
           device: the device, as a position along the axis "stage" of the mesh.
-          profile: of this pipeline, from `Pipeline.profile`; then the axis has seconds, of devices in lockstep that have
-            cores of their own, where messages take no time. None: it has ticks.
+          profile: of this pipeline, from `Pipeline.profile`; then the axis has seconds, of devices in lockstep that
+            have cores of their own, where messages take no time. None: it has ticks.
 
         Returns:
-          A `jpipe.memory.Timeline`. Its bytes are those that the compiler reserves, at all times; what holds nothing is "idle",
-          and so are temporaries that take less than a thousandth of all.
+          A `jpipe.memory.Timeline`. Its bytes are those that the compiler reserves, at all times; what holds nothing is
+          "idle", and so are temporaries that take less than a thousandth of all.
 
         Raises:
           ValueError: if the device does not exist, or the profile is of another model.
         """
-        return entry_points.load("memory timeline")(
-            self._program(batch), device, profile
-        )
+        return entry_points.load("memory timeline")(self._program(batch), device, profile)
 
     @public("profile")
     def profile(

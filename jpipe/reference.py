@@ -1,7 +1,8 @@
 """A table walked in plain Python on one device: the executable meaning of a table.
 
-Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, keyed by copy of a stage,
-microbatch or version. A copy is `(stage, device)`. If the table asks for an entry that is not there, the operation fails with a KeyError.
+Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, keyed by copy of a
+stage, microbatch or version. A copy is `(stage, device)`. If the table asks for an entry that is not there, the
+operation fails with a KeyError.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,9 +60,7 @@ class Reference:
             schedule.check(),
         )
         self.optimizer = optax.with_extra_args_support(optimizer)
-        self.starts = check_boundaries(
-            boundaries, len(self.layers), schedule.num_stages
-        )
+        self.starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
         self.round = 0
         # (copy, version) -> one tree per layer, None for the layers of other stages
         self.weights: dict[tuple[tuple[int, int], int], Any] = {}
@@ -96,20 +95,14 @@ class Reference:
           The mean loss of the microbatches that finished; None if none did.
         """
         N = self.schedule.num_microbatches
-        cut_batch = jax.tree.map(
-            lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch
-        )
+        cut_batch = jax.tree.map(lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch)
         for m in range(N):
-            self.batches[self.round * N + m] = jax.tree.map(
-                lambda a, m=m: a[m], cut_batch
-            )
+            self.batches[self.round * N + m] = jax.tree.map(lambda a, m=m: a[m], cut_batch)
         if self.stages is None:
             first = self.batches[0]
             self._start(
                 jax.tree.map(
-                    lambda a: jax.ShapeDtypeStruct(
-                        a.shape, jax.dtypes.canonicalize_dtype(a.dtype)
-                    ),
+                    lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)),
                     first,
                 )
             )
@@ -130,9 +123,7 @@ class Reference:
         """The newest weights: one nested dict per layer."""
         firsts = [(s, devices[0]) for s, devices in enumerate(self.schedule.copies)]
         newest = [max(v for copy, v in self.weights if copy == c) for c in firsts]
-        stage_of = [
-            s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)
-        ]
+        stage_of = [s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)]
         return [self.weights[firsts[s], newest[s]][i] for i, s in enumerate(stage_of)]
 
     def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
@@ -152,9 +143,7 @@ class Reference:
         if m is not None and m >= 0:
             for i, weights, values in self.split_residuals.pop((copy[0], m)):
                 stash = self.stash[i, m]
-                self._accumulate(
-                    copy, i, self._kind(i).weight_grad(weights, stash, values)
-                )
+                self._accumulate(copy, i, self._kind(i).weight_grad(weights, stash, values))
 
     def _number(self, field: str, t: int, c: int) -> int | None:
         """The microbatch or version of a cell, counted from the start of training; None if idle."""
@@ -178,9 +167,7 @@ class Reference:
             total = jax.tree.map(lambda *values: sum(values), *gradients)
             for copy in copies:
                 tree = self.weights[copy, version - 1]
-                updates, self.optimizer_state[copy] = self.optimizer.update(
-                    total, self.optimizer_state[copy], tree
-                )
+                updates, self.optimizer_state[copy] = self.optimizer.update(total, self.optimizer_state[copy], tree)
                 self.weights[copy, version] = optax.apply_updates(tree, updates)
                 self.gradients[copy] = jax.tree.map(np.zeros_like, tree)
 
@@ -204,11 +191,7 @@ class Reference:
     ) -> None:
         """Microbatch m forward; the last stage also takes the loss and its gradient."""
         s, _ = copy
-        x = (
-            jax.tree.leaves(self.batches[m]["inputs"])
-            if s == 0
-            else self.inbox.pop((s, m, "activation"))
-        )
+        x = jax.tree.leaves(self.batches[m]["inputs"]) if s == 0 else self.inbox.pop((s, m, "activation"))
         for i in self.stages.layers_of(s):
             weights = jax.tree.leaves(self.weights[copy, version][i])
             x, self.stash[i, m], _ = self._kind(i).forward_and_stash(
@@ -218,30 +201,23 @@ class Reference:
             arriving[s + 1, m, "activation"] = x
         else:
             loss, N = self.traced.loss, self.schedule.num_microbatches
-            values, stash, aux = loss.forward_and_stash(
-                [], x, jax.tree.leaves(self.batches[m])
-            )
+            values, stash, aux = loss.forward_and_stash([], x, jax.tree.leaves(self.batches[m]))
             losses.append((values[0], loss.aux_tree.unflatten(aux)))
             minibatch = range(m // N * N, (m // N + 1) * N)
             divisors = [sum(self._weight(k) for k in minibatch), N]
             gradients = [
-                np.ones((), value.dtype) / np.asarray(divisor, value.dtype)
-                for value, divisor in zip(values, divisors)
+                np.ones((), value.dtype) / np.asarray(divisor, value.dtype) for value, divisor in zip(values, divisors)
             ]
             self.inbox[s, m, "gradient"] = loss.backward([], stash, gradients)[1]
 
-    def _backward(
-        self, copy: tuple[int, int], m: int, version: int, arriving: dict
-    ) -> None:
+    def _backward(self, copy: tuple[int, int], m: int, version: int, arriving: dict) -> None:
         """Microbatch m backward; in a table that splits it, the input gradient alone."""
         s, _ = copy
         gy, later = self.inbox.pop((s, m, "gradient")), []
         for i in reversed(self.stages.layers_of(s)):
             weights = jax.tree.leaves(self.weights[copy, version][i])
             if self.schedule.splits_backward:
-                gx, split_residuals = self._kind(i).input_grad(
-                    weights, self.stash[i, m], gy
-                )
+                gx, split_residuals = self._kind(i).input_grad(weights, self.stash[i, m], gy)
                 later.append((i, weights, split_residuals))
             else:
                 gp, gx = self._kind(i).backward(weights, self.stash.pop((i, m)), gy)
@@ -250,14 +226,10 @@ class Reference:
         if later:
             self.split_residuals[s, m] = later
         if s > 0:
-            assert len(gy) == sum(
-                is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs
-            )
+            assert len(gy) == sum(is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs)
             arriving[s - 1, m, "gradient"] = gy
 
     def _accumulate(self, copy: tuple[int, int], layer: int, values: Sequence) -> None:
         """Adds to the gradients of a layer."""
         leaves, tree = jax.tree.flatten(self.gradients[copy][layer])
-        self.gradients[copy][layer] = tree.unflatten(
-            [a + np.asarray(v) for a, v in zip(leaves, values, strict=True)]
-        )
+        self.gradients[copy][layer] = tree.unflatten([a + np.asarray(v) for a, v in zip(leaves, values, strict=True)])

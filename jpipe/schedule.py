@@ -239,18 +239,12 @@ class Schedule(Table):
         for field, field_ticks in ticks.items():
             version: ArrayLike | None = versions.get(field)
             if version is None:
-                version = (
-                    0
-                    if update is None
-                    else newest_version(field_ticks, update, num_ticks)
-                )
+                version = 0 if update is None else newest_version(field_ticks, update, num_ticks)
             version_read = np.broadcast_to(version, forward.shape)
             m, c = np.nonzero(field_ticks != IDLE)
             k, t = np.divmod(field_ticks[m, c].astype(np.int64), num_ticks)
             number = m - num_microbatches * k
-            _, first, cell = np.unique(
-                t * num_columns + c, return_index=True, return_inverse=True
-            )
+            _, first, cell = np.unique(t * num_columns + c, return_index=True, return_inverse=True)
             for i in np.flatnonzero(first[cell] != np.arange(len(m)))[:1]:
                 raise ValueError(
                     f"schedule {shown(name)}, tick {t[i]}, stage {stage[c[i]]}: {field} "
@@ -260,9 +254,7 @@ class Schedule(Table):
             cells[field][t, c] = number
             if field in versions:
                 cells[f"{field}_version"][t, c] = version_read[m, c] - k
-        schedule = cls(
-            name, num_microbatches, stage, device, **cells, emulates=emulates
-        ).check()
+        schedule = cls(name, num_microbatches, stage, device, **cells, emulates=emulates).check()
         if synchronous and backward is not None:
             _warn_if_starved(schedule)
         return schedule
@@ -339,9 +331,7 @@ class Schedule(Table):
         )
 
 
-def newest_version(
-    ticks: ArrayLike, update_ticks: ArrayLike, num_ticks: int
-) -> np.ndarray:
+def newest_version(ticks: ArrayLike, update_ticks: ArrayLike, num_ticks: int) -> np.ndarray:
     """The newest version that can be read at `ticks`: the last one written before them.
 
     Args:

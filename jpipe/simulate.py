@@ -91,9 +91,7 @@ class Costs:
                 )
         for name in ("num_cores", "cores_per_device"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(
-                    f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
-                )
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run.")
 
     def of_stages(self, num_stages: int) -> dict[str, np.ndarray]:
         """Name of a cost -> `[S]`, the time on each stage, with no cost left None.
@@ -110,8 +108,7 @@ class Costs:
             value = np.asarray(cost, float)
             if value.ndim and value.shape != (num_stages,):
                 raise ValueError(
-                    f"`{name}` must be a number or one for each of the {num_stages} stages, "
-                    f"got shape {value.shape}."
+                    f"`{name}` must be a number or one for each of the {num_stages} stages, got shape {value.shape}."
                 )
             costs[name] = np.broadcast_to(value, num_stages)
         return costs
@@ -182,8 +179,9 @@ def simulate(
 
         - "lockstep" is one program on all devices, as this library runs it. A tick lasts
           as long as its busiest device, and the next tick starts when all messages have
-          arrived. A stage's device sends and receives messages of one tick one after the other. Updates wait until all devices have computed, because they use the norm
-          of all gradients. Devices that share cores share them equally while they compute.
+          arrived. A stage's device sends and receives messages of one tick one after the other. Updates wait until all
+          devices have computed, because they use the norm of all gradients. Devices that share cores share them equally
+          while they compute.
         - "dependencies" is one program per device. A device runs the operations of its
           columns in the table's order. Each starts when the one before has ended and its
           inputs have arrived.
@@ -216,10 +214,7 @@ def simulate(
     stage_costs = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
         stage_costs["backward"] = stage_costs["fused_backward"]
-    length = {
-        name: cost if name in TRANSFERS.values() else cost[schedule.stage]
-        for name, cost in stage_costs.items()
-    }
+    length = {name: cost if name in TRANSFERS.values() else cost[schedule.stage] for name, cost in stage_costs.items()}
     run = _lockstep if mode == "lockstep" else _dependencies
     return run(schedule, length, costs)
 
@@ -254,11 +249,7 @@ def _timing(
     updates = _updates(schedule).any(axis=0)
     in_column = (schedule.forward != IDLE).sum(axis=0)
     busy = in_column * sum(length[kind] for kind in start) + updates * length["update"]
-    sent = sum(
-        _message(schedule, kind, length).sum(axis=0)
-        for kind in start
-        if kind in TRANSFERS
-    )
+    sent = sum(_message(schedule, kind, length).sum(axis=0) for kind in start if kind in TRANSFERS)
     cores = costs.num_cores
     return Timing(
         float(makespan),
@@ -355,9 +346,7 @@ def _clock(work: np.ndarray, costs: Costs) -> Callable:
     return clock
 
 
-def _transfers(
-    schedule: Schedule, kind: str, length: dict
-) -> tuple[np.ndarray, np.ndarray]:
+def _transfers(schedule: Schedule, kind: str, length: dict) -> tuple[np.ndarray, np.ndarray]:
     """`[T]`: whether any device sends in a tick, and the time until all messages have arrived.
 
     The messages that a copy of a stage sends or receives in one tick follow each other.
@@ -448,9 +437,7 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         update(T)
         return _timing(schedule, length, costs, free.max(), start, end)
     last_end = max(np.nanmax(times[-N:]) for times in end.values())
-    middle_end = max(
-        np.nanmax(times[half * N - N : half * N]) for times in end.values()
-    )
+    middle_end = max(np.nanmax(times[half * N - N : half * N]) for times in end.values())
     last_start = {kind: times[-N:] for kind, times in start.items()}
     offset = np.nanmin(last_start["forward"][:, columns[0, 0]])
     timing = _timing(

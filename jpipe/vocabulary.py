@@ -3,7 +3,8 @@
 The embedding of a large vocabulary, and the head that computes its logits, weigh as much as several blocks.
 On the first and the last stage alone they make these stages larger, and the last stage slower, than all others.
 With a rule such as `("vocab", "stage")`, or with the axis "stage" in the metadata of a parameter, all stages compute
-these layers together instead: each device keeps an equal part of the rows of the parameter, looks up its own tokens, and computes its own logits.
+these layers together instead: each device keeps an equal part of the rows of the parameter, looks up its own tokens,
+  and computes its own logits.
 
 A layer uses the functions of this module on its matrix, and the loss uses them on the logits. Outside of a
 pipeline they get whole arrays, and compute what the usual functions compute. Inside, `lookup` and `logits` get a
@@ -69,15 +70,11 @@ class Splitting:
         return lax.axis_index(self.axis) * num_rows
 
 
-_SPLITTING: contextvars.ContextVar[Splitting | None] = contextvars.ContextVar(
-    "jpipe_vocabulary", default=None
-)
+_SPLITTING: contextvars.ContextVar[Splitting | None] = contextvars.ContextVar("jpipe_vocabulary", default=None)
 
 
 @contextlib.contextmanager
-def splitting(
-    axis: str, num_parts: int, rows: Mapping[int, int]
-) -> Iterator[Splitting]:
+def splitting(axis: str, num_parts: int, rows: Mapping[int, int]) -> Iterator[Splitting]:
     """The context in which a layer gets parts of matrices; see `Splitting` for the arguments."""
     current = Splitting(axis, num_parts, rows)
     token = _SPLITTING.set(current)
@@ -110,9 +107,7 @@ def _is_split_by_compiler() -> bool:
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
-def _reduced(
-    reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, axis: str
-) -> jax.Array:
+def _reduced(reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, axis: str) -> jax.Array:
     """A reduction over devices.
 
     XLA for CPUs cannot reduce numbers of 16 bits that the compiler splits over other axes.
@@ -198,9 +193,7 @@ def _plus_bias(values: jax.Array, bias: jax.Array | None) -> jax.Array:
     return values if bias is None else values + jnp.broadcast_to(bias, values.shape)
 
 
-def _within(
-    current: Splitting, tokens: jax.Array, num_rows: int
-) -> tuple[jax.Array, jax.Array]:
+def _within(current: Splitting, tokens: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
     """The row of each token in this device's part, and whether it is there."""
     number = tokens - current.first_row(num_rows).astype(tokens.dtype)
     inside = (number >= 0) & (number < num_rows)

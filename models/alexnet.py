@@ -118,9 +118,7 @@ class AlexNet:
         return [
             *convolutions,
             functools.partial(Hidden, num_inputs, self.hidden_width, self.dropout),
-            functools.partial(
-                Hidden, self.hidden_width, self.hidden_width, self.dropout
-            ),
+            functools.partial(Hidden, self.hidden_width, self.hidden_width, self.dropout),
             functools.partial(Output, self.hidden_width, self.num_classes),
         ]
 

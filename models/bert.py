@@ -59,10 +59,7 @@ class Embedding(nnx.Module):
     def __call__(self, inputs: dict[str, jax.Array]) -> Activation:
         tokens, segments, mask = checks.entries_of(inputs, "tokens", "segments", "mask")
         if mask.dtype != bool:
-            raise ValueError(
-                f"`mask` must be boolean, False at padding, got {mask.dtype}. "
-                "Write `tokens != padding`."
-            )
+            raise ValueError(f"`mask` must be boolean, False at padding, got {mask.dtype}. Write `tokens != padding`.")
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
         words = vocabulary.lookup(self.token.embedding[...], tokens)
@@ -77,9 +74,7 @@ class Block(nnx.Module):
 
     def __init__(self, dim: int, num_heads: int, rate: float, *, rngs: nnx.Rngs):
         residual = functools.partial(Residual, dim, rate, epsilon=_EPSILON, rngs=rngs)
-        self.attention = Attention(
-            dim, num_heads, use_bias=True, kernel_init=_KERNEL, rngs=rngs
-        )
+        self.attention = Attention(dim, num_heads, use_bias=True, kernel_init=_KERNEL, rngs=rngs)
         self.attention_residual = residual()
         self.mlp = FeedForward(dim, 4 * dim, _gelu, kernel_init=_KERNEL, rngs=rngs)
         self.mlp_residual = residual()

@@ -9,18 +9,14 @@ def at_least_one(options: Any, *names: str) -> None:
     """Checks that each of these fields is at least 1."""
     for name in names:
         if getattr(options, name) < 1:
-            raise ValueError(
-                f"`{name}` must be at least 1, got {getattr(options, name)}."
-            )
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(options, name)}.")
 
 
 def all_at_least_one(options: Any, *names: str) -> None:
     """Checks that every entry of each of these fields is at least 1."""
     for name in names:
         if any(entry < 1 for entry in getattr(options, name)):
-            raise ValueError(
-                f"`{name}` must all be at least 1, got {getattr(options, name)}."
-            )
+            raise ValueError(f"`{name}` must all be at least 1, got {getattr(options, name)}.")
 
 
 def one_entry_each(options: Any, name: str, of: str) -> None:
@@ -38,10 +34,7 @@ def one_of(options: Any, *names: str) -> None:
     for name in names:
         allowed = typing.get_args(typing.get_type_hints(type(options))[name])
         if getattr(options, name) not in allowed:
-            raise ValueError(
-                f"`{name}` must be {' or '.join(map(repr, allowed))}, got "
-                f"{getattr(options, name)!r}."
-            )
+            raise ValueError(f"`{name}` must be {' or '.join(map(repr, allowed))}, got {getattr(options, name)!r}.")
 
 
 def rate(options: Any, name: str) -> None:
@@ -53,10 +46,7 @@ def rate(options: Any, name: str) -> None:
 def heads_divide_dim(options: Any) -> None:
     """Checks that the number of attention heads divides the width."""
     if options.dim % options.num_heads:
-        raise ValueError(
-            f"`num_heads` must divide `dim` ({options.dim}), got {options.num_heads}. "
-            "Change either."
-        )
+        raise ValueError(f"`num_heads` must divide `dim` ({options.dim}), got {options.num_heads}. Change either.")
 
 
 def entries_of(inputs: Any, *names: str) -> list[Any]:
@@ -66,10 +56,7 @@ def entries_of(inputs: Any, *names: str) -> list[Any]:
     else:
         got = "an array" if hasattr(inputs, "shape") else type(inputs).__name__
     if got != sorted(names):
-        raise ValueError(
-            f"the inputs must be a dict of {', '.join(names)}, got {got}. "
-            "Give exactly these entries."
-        )
+        raise ValueError(f"the inputs must be a dict of {', '.join(names)}, got {got}. Give exactly these entries.")
     return [inputs[name] for name in names]
 
 

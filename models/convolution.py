@@ -48,13 +48,9 @@ class Conv(nnx.Module):
         self.stride = stride
         self.padding = padding
 
-    def __call__(
-        self, x: jax.Array
-    ) -> jax.Array:  # [B, H, W, num_inputs] -> [B, H', W', num_outputs]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, num_inputs] -> [B, H', W', num_outputs]
         strides = (self.stride, self.stride)
-        y = lax.conv_general_dilated(
-            x, self.kernel[...], strides, self.padding, dimension_numbers=_IMAGES
-        )
+        y = lax.conv_general_dilated(x, self.kernel[...], strides, self.padding, dimension_numbers=_IMAGES)
         return y + self.bias[None, None, None] if self.use_bias else y
 
 

@@ -80,9 +80,7 @@ def _mean(x: jax.Array) -> jax.Array:
     return nnx.avg_pool(x, (3, 3), strides=(1, 1), padding="SAME")
 
 
-def _path(
-    num_inputs: int, *steps: tuple[int, Size], rngs: nnx.Rngs, **last: int | str
-) -> nnx.List:
+def _path(num_inputs: int, *steps: tuple[int, Size], rngs: nnx.Rngs, **last: int | str) -> nnx.List:
     """Convolutions one after the other.
 
     Args:
@@ -124,9 +122,7 @@ class Block(nnx.Module):
         rngs: nnx.Rngs,
     ):
         options = {} if pooled else _DOWN
-        self.paths = nnx.List(
-            [_path(num_inputs, *steps, rngs=rngs, **options) for steps in paths]
-        )
+        self.paths = nnx.List([_path(num_inputs, *steps, rngs=rngs, **options) for steps in paths])
         self.halves = pooled is None
         if pooled is not None:
             self.pooled = Convolution(num_inputs, pooled, 1, rngs=rngs)
@@ -162,15 +158,7 @@ class ForkedBlock(nnx.Module):
         self.plain = convolution(num_inputs, plain, 1)
         self.paths = nnx.List([_path(num_inputs, *each, rngs=rngs) for each in paths])
         self.ends = nnx.List(
-            [
-                nnx.List(
-                    [
-                        convolution(steps[-1][0], width, size)
-                        for size in ((1, 3), (3, 1))
-                    ]
-                )
-                for steps in paths
-            ]
+            [nnx.List([convolution(steps[-1][0], width, size) for size in ((1, 3), (3, 1))]) for steps in paths]
         )
         self.pooled = convolution(num_inputs, pooled, 1)
 
@@ -219,8 +207,7 @@ class Inception:
         checks.rate(self, "dropout")
         if self.width % 2:
             raise ValueError(
-                f"`width` must be even, got {self.width}: some convolutions have 3 / 2 "
-                "times as many channels. Add 1."
+                f"`width` must be even, got {self.width}: some convolutions have 3 / 2 times as many channels. Add 1."
             )
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
@@ -253,9 +240,7 @@ class Inception:
     def _stem(self) -> tuple[list[Callable[..., nnx.Module]], int]:
         w = self._of
         if self.stem == "small":
-            return [functools.partial(Convolution, self.num_channels, w(192), 3)], w(
-                192
-            )
+            return [functools.partial(Convolution, self.num_channels, w(192), 3)], w(192)
         # Channels in and out, size, stride, padding, whether it pools.
         convolutions = [
             (self.num_channels, w(32), 3, 2, "VALID"),
@@ -274,13 +259,9 @@ class Inception:
             self._steps((48, 1), (64, 5)),
             self._steps((64, 1), (96, 3), (96, 3)),
         )
-        return functools.partial(Block, num_inputs, paths, self._of(pooled)), self._of(
-            224 + pooled
-        )
+        return functools.partial(Block, num_inputs, paths, self._of(pooled)), self._of(224 + pooled)
 
-    def _factored(
-        self, i: int, num_inputs: int
-    ) -> tuple[Callable[..., nnx.Module], int]:
+    def _factored(self, i: int, num_inputs: int) -> tuple[Callable[..., nnx.Module], int]:
         """Windows of 7x7 as 1x7 and 7x1 (figure 6)."""
         last = i == self.num_blocks[1] - 1
         c = 192 if last else 160 if i else 128
@@ -306,9 +287,7 @@ class Inception:
         )
         return layer, self._of(2048)
 
-    def _halving(
-        self, group: int, num_inputs: int
-    ) -> tuple[Callable[..., nnx.Module], int]:
+    def _halving(self, group: int, num_inputs: int) -> tuple[Callable[..., nnx.Module], int]:
         """A block that halves the image before the given group (figure 10)."""
         if group == 1:
             paths = (

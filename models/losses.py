@@ -29,9 +29,7 @@ Mean = jax.Array | tuple[jax.Array, jax.Array]
 class Loss(Protocol):
     """What a model minimises, and how an evaluation is reported."""
 
-    def __call__(
-        self, outputs: Any, batch: Mapping[str, Any]
-    ) -> tuple[Mean, dict[str, jax.Array]]:
+    def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Mean, dict[str, jax.Array]]:
         """The loss of a microbatch in nats, and values to average beside it.
 
         Args:
@@ -90,9 +88,7 @@ class CrossEntropy:
       ValueError: if labels or weights do not have the shape of the logits without K.
     """
 
-    def __call__(
-        self, outputs: jax.Array, batch: Mapping[str, Any]
-    ) -> tuple[Mean, dict[str, jax.Array]]:
+    def __call__(self, outputs: jax.Array, batch: Mapping[str, Any]) -> tuple[Mean, dict[str, jax.Array]]:
         logits, labels = outputs.astype(jnp.float32), batch["labels"]
         weights = batch.get("weights")
         for name, array in (("labels", labels), ("weights", weights)):

@@ -25,9 +25,7 @@ class Hidden(nnx.Module):
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_HE_NORMAL, bias_init=_BIAS, rngs=rngs
-        )
+        self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=_HE_NORMAL, bias_init=_BIAS, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, ...] -> [B, num_outputs]
         return nnx.relu(self.linear(x.reshape(x.shape[0], -1)))
@@ -37,9 +35,7 @@ class Output(nnx.Module):
     """Linear layer to the logits, which start near zero."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_LOGITS, rngs=rngs
-        )
+        self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=_LOGITS, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, K]
         return self.linear(x.reshape(x.shape[0], -1))
@@ -64,8 +60,7 @@ class MLP:
         """One factory per layer, the logits last."""
         sizes = (self.num_inputs, *self.widths)
         hidden = [
-            functools.partial(Hidden, num_inputs, num_outputs)
-            for num_inputs, num_outputs in zip(sizes[:-1], sizes[1:])
+            functools.partial(Hidden, num_inputs, num_outputs) for num_inputs, num_outputs in zip(sizes[:-1], sizes[1:])
         ]
         return [*hidden, functools.partial(Output, sizes[-1], self.num_outputs)]
 

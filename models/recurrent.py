@@ -86,9 +86,7 @@ class LSTM(nnx.Module):
             zeros = jnp.zeros_like(gates[0, :, :, 0])
             state = zeros, zeros
 
-        def turn(
-            before: State, at: tuple[jax.Array, jax.Array | None]
-        ) -> tuple[State, jax.Array]:
+        def turn(before: State, at: tuple[jax.Array, jax.Array | None]) -> tuple[State, jax.Array]:
             (output, cell), (gate, here) = before, at
             gate = gate + jnp.einsum("bd,dhg->bhg", output, kernel)
             write, keep, read = (nnx.sigmoid(gate[..., k]) for k in (0, 1, 3))
@@ -99,9 +97,7 @@ class LSTM(nnx.Module):
                 after = jnp.where(here[:, None], after, cell)
             return (result, after), result
 
-        state, outputs = lax.scan(
-            turn, state, (gates, None if mask is None else mask.T)
-        )
+        state, outputs = lax.scan(turn, state, (gates, None if mask is None else mask.T))
         return constrain(outputs.swapaxes(0, 1), "batch", None, "embed"), state
 
 
@@ -139,9 +135,7 @@ class ClassHead(nnx.Module):
     """Mean over the positions, then the logits of the classes."""
 
     def __init__(self, dim: int, num_classes: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(
-            dim, num_classes, kernel_init=named(_LOGITS, "embed", None), rngs=rngs
-        )
+        self.linear = nnx.Linear(dim, num_classes, kernel_init=named(_LOGITS, "embed", None), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, H] -> [B, K]
         return self.linear(x.mean(axis=1))
@@ -172,10 +166,7 @@ class _Stack:
         inputs = (self.embed_dim, *[self.dim] * (self.num_layers - 1))
         return [
             functools.partial(Embedding, self.vocab_size, self.embed_dim, self.dropout),
-            *(
-                functools.partial(Recurrent, num_inputs, self.dim, self.dropout)
-                for num_inputs in inputs
-            ),
+            *(functools.partial(Recurrent, num_inputs, self.dim, self.dropout) for num_inputs in inputs),
         ]
 
 

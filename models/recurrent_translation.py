@@ -47,9 +47,7 @@ class Embedding(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        embed = functools.partial(
-            nnx.Embed, features=dim, embedding_init=_WORDS, rngs=rngs
-        )
+        embed = functools.partial(nnx.Embed, features=dim, embedding_init=_WORDS, rngs=rngs)
         self.token, self.target_token = embed(vocab_size), embed(target_vocab_size)
         self.num_layers = num_layers
         self.dropout = dropout(rate, rngs)
@@ -113,10 +111,7 @@ class Attention(nnx.Module):
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, activation: Activation) -> jax.Array:
-        memory, query = (
-            constrain(activation[name], "batch", None, None)
-            for name in ("source", "target")
-        )
+        memory, query = (constrain(activation[name], "batch", None, None) for name in ("source", "target"))
         scores = jnp.einsum("btd,bsd->bts", query @ self.score[...], memory)
         mask = activation["source_mask"][:, None, :]
         # A finite number, so that a source of padding alone gives the mean of all.

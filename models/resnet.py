@@ -35,12 +35,8 @@ def _norm(
     scale_init: nnx.Initializer = _ONES,
 ) -> nnx.Module:
     if group_size is None:
-        return nnx.BatchNorm(
-            width, momentum=0.9, epsilon=1e-5, scale_init=scale_init, rngs=rngs
-        )
-    return nnx.GroupNorm(
-        width, num_groups=None, group_size=group_size, scale_init=scale_init, rngs=rngs
-    )
+        return nnx.BatchNorm(width, momentum=0.9, epsilon=1e-5, scale_init=scale_init, rngs=rngs)
+    return nnx.GroupNorm(width, num_groups=None, group_size=group_size, scale_init=scale_init, rngs=rngs)
 
 
 class Stem(nnx.Module):
@@ -55,9 +51,7 @@ class Stem(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        self.conv = Conv(
-            num_channels, width, 3, stride=stride, kernel_init=_KERNEL, rngs=rngs
-        )
+        self.conv = Conv(num_channels, width, 3, stride=stride, kernel_init=_KERNEL, rngs=rngs)
         self.norm = _norm(width, group_size, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -67,12 +61,8 @@ class Stem(nnx.Module):
 class ImageNetStem(nnx.Module):
     """7x7 convolution, norm, ReLU and 3x3 max pooling; divides the image's sides by 4."""
 
-    def __init__(
-        self, num_channels: int, width: int, group_size: int | None, *, rngs: nnx.Rngs
-    ):
-        self.conv = Conv(
-            num_channels, width, 7, stride=2, kernel_init=_KERNEL, rngs=rngs
-        )
+    def __init__(self, num_channels: int, width: int, group_size: int | None, *, rngs: nnx.Rngs):
+        self.conv = Conv(num_channels, width, 7, stride=2, kernel_init=_KERNEL, rngs=rngs)
         self.norm = _norm(width, group_size, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -283,15 +273,12 @@ class ResNet:
     def __post_init__(self) -> None:
         checks.one_entry_each(self, "num_blocks", of="widths")
         checks.one_of(self, "block", "stem", "norm")
-        checks.at_least_one(
-            self, "num_channels", "stem_stride", "group_size", "num_classes"
-        )
+        checks.at_least_one(self, "num_channels", "stem_stride", "group_size", "num_classes")
         checks.all_at_least_one(self, "num_blocks", "widths")
         for width in self.widths:
             if self.norm == "group" and width % self.group_size:
                 raise ValueError(
-                    f"`widths` must be multiples of `group_size` ({self.group_size}), got {width}. "
-                    "Change either."
+                    f"`widths` must be multiples of `group_size` ({self.group_size}), got {width}. Change either."
                 )
         if self.stem == "imagenet" and self.stem_stride != 1:
             raise ValueError(
@@ -337,19 +324,13 @@ class ResNet:
         """
         group_size = self.group_size if self.norm == "group" else None
         block = {"basic": BasicBlock, "bottleneck": BottleneckBlock}[self.block]
-        head = functools.partial(
-            Head, block.expansion * self.widths[-1], self.num_classes
-        )
+        head = functools.partial(Head, block.expansion * self.widths[-1], self.num_classes)
         if self.fine_grained:
             return [*self._stem_parts(group_size), *self._block_parts(group_size), head]
         if self.stem == "small":
-            stem = functools.partial(
-                Stem, self.num_channels, self.widths[0], self.stem_stride, group_size
-            )
+            stem = functools.partial(Stem, self.num_channels, self.widths[0], self.stem_stride, group_size)
         else:
-            stem = functools.partial(
-                ImageNetStem, self.num_channels, self.widths[0], group_size
-            )
+            stem = functools.partial(ImageNetStem, self.num_channels, self.widths[0], group_size)
         layers = [stem]
         for sizes in self._sizes_of_blocks(block.expansion):
             layers.append(functools.partial(block, *sizes, group_size))
@@ -370,9 +351,7 @@ class ResNet:
         sizes = (self.num_channels, self.widths[0], size, stride, ("embed", None))
         return [
             functools.partial(ConvPart, *sizes, "stem"),
-            functools.partial(
-                NormPart, self.widths[0], group_size, "stem" if small else "imagenet"
-            ),
+            functools.partial(NormPart, self.widths[0], group_size, "stem" if small else "imagenet"),
         ]
 
     def _block_parts(self, group_size: int | None) -> list[Callable[..., nnx.Module]]:

@@ -24,9 +24,7 @@ def dropout(rate: float, rngs: nnx.Rngs) -> Callable:
     return nnx.Dropout(rate, rngs=rngs) if rate else _identity
 
 
-def widening(
-    dim: int, hidden: int, name: str, *, kernel_init: nnx.Initializer, **options: Any
-) -> nnx.Linear:
+def widening(dim: int, hidden: int, name: str, *, kernel_init: nnx.Initializer, **options: Any) -> nnx.Linear:
     """A linear layer from the stream to hidden units with this name, split by columns."""
     return nnx.Linear(
         dim,
@@ -37,17 +35,13 @@ def widening(
     )
 
 
-def narrowing(
-    hidden: int, dim: int, name: str, *, kernel_init: nnx.Initializer, **options: Any
-) -> nnx.Linear:
+def narrowing(hidden: int, dim: int, name: str, *, kernel_init: nnx.Initializer, **options: Any) -> nnx.Linear:
     """A linear layer from hidden units with this name to the stream, split by rows."""
     kernel_init = named(kernel_init, name, "embed")
     return nnx.Linear(hidden, dim, kernel_init=kernel_init, **options)
 
 
-def word_matrix(
-    vocab_size: int, dim: int, init: nnx.Initializer, rngs: nnx.Rngs
-) -> nnx.Param:
+def word_matrix(vocab_size: int, dim: int, init: nnx.Initializer, rngs: nnx.Rngs) -> nnx.Param:
     """A vector for each word, `[V, D]`, for logits."""
     matrix = named(init, "vocab", "embed")
     return nnx.Param(matrix(rngs.params(), (vocab_size, dim), jnp.float32))
@@ -88,9 +82,7 @@ def attend(
     return jax.checkpoint(attention)(query, key, value, mask=mask)
 
 
-_FUSED_ATTENTION = functools.partial(
-    jax.nn.dot_product_attention, implementation="cudnn"
-)
+_FUSED_ATTENTION = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 _TILE = 64
 """Positions in a tile of cuDNN's kernel. JAX does not check that a sequence is made of whole ones."""
 
@@ -195,9 +187,7 @@ class Attention(nnx.Module):
     ):
         options: Any = dict(use_bias=use_bias, kernel_init=kernel_init, rngs=rngs)
         self.num_heads = num_heads
-        self.query, self.key, self.value = (
-            widening(dim, dim, "heads", **options) for _ in range(3)
-        )
+        self.query, self.key, self.value = (widening(dim, dim, "heads", **options) for _ in range(3))
         self.out = narrowing(dim, dim, "heads", **options)
 
     def __call__(
@@ -212,9 +202,7 @@ class Attention(nnx.Module):
         x = constrain(x, "batch", None, None)
         memory = constrain(memory, "batch", None, None)
         projected = self.query(x), self.key(memory), self.value(memory)
-        return self.out(
-            attend_heads(*projected, self.num_heads, mask, is_causal=is_causal)
-        )
+        return self.out(attend_heads(*projected, self.num_heads, mask, is_causal=is_causal))
 
 
 class FeedForward(nnx.Module):

@@ -77,9 +77,7 @@ class Block(nnx.Module):
         self.num_heads = num_heads
         self.attention_norm = norm()
         self.qkv = widening(dim, 3 * dim, "heads", kernel_init=_KERNEL, rngs=rngs)
-        self.attention_out = narrowing(
-            dim, dim, "heads", kernel_init=residual, rngs=rngs
-        )
+        self.attention_out = narrowing(dim, dim, "heads", kernel_init=residual, rngs=rngs)
         self.mlp_norm = norm()
         self.mlp_in = widening(dim, 4 * dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
         self.mlp_out = narrowing(4 * dim, dim, "mlp", kernel_init=residual, rngs=rngs)
@@ -105,9 +103,7 @@ class Head(nnx.Module):
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
-        self.linear = widening(
-            dim, vocab_size, "vocab", use_bias=False, kernel_init=_KERNEL, rngs=rngs
-        )
+        self.linear = widening(dim, vocab_size, "vocab", use_bias=False, kernel_init=_KERNEL, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
         x = constrain(self.norm(x), "batch", None, None)
@@ -149,17 +145,13 @@ class Transformer:
     """Whether the head shares the matrix of the token embedding."""
 
     def __post_init__(self) -> None:
-        checks.at_least_one(
-            self, "vocab_size", "seq_len", "dim", "num_heads", "num_blocks"
-        )
+        checks.at_least_one(self, "vocab_size", "seq_len", "dim", "num_heads", "num_blocks")
         checks.heads_divide_dim(self)
         checks.rate(self, "dropout")
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
         """One factory per layer: the embedding, each block, the head."""
-        embedding = functools.partial(
-            Embedding, self.vocab_size, self.seq_len, self.dim, self.dropout
-        )
+        embedding = functools.partial(Embedding, self.vocab_size, self.seq_len, self.dim, self.dropout)
         block = functools.partial(
             Block,
             self.dim,

@@ -86,9 +86,7 @@ class Embedding(nnx.Module):
         rngs: nnx.Rngs,
     ):
         init = named(_embedding_init(dim), "vocab", "embed")
-        embed = functools.partial(
-            nnx.Embed, features=dim, embedding_init=init, rngs=rngs
-        )
+        embed = functools.partial(nnx.Embed, features=dim, embedding_init=init, rngs=rngs)
         self.token = embed(vocab_size)
         self.shares = target_vocab_size is None
         if not self.shares:
@@ -105,9 +103,7 @@ class Embedding(nnx.Module):
             "target_mask": target != 0,
         }
 
-    def _embedded(
-        self, token: nnx.Embed, tokens: jax.Array
-    ) -> jax.Array:  # [B, T] -> [B, T, D]
+    def _embedded(self, token: nnx.Embed, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
         x = vocabulary.lookup(token.embedding[...], tokens)
         x = constrain(x, "batch", None, None) * token.features**0.5
         waves = positions(tokens.shape[1], token.features)
@@ -128,12 +124,8 @@ class EncoderBlock(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        residual = functools.partial(
-            Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs
-        )
-        self.attention = Attention(
-            dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs
-        )
+        residual = functools.partial(Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs)
+        self.attention = Attention(dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs)
         self.attention_residual = residual()
         self.mlp = FeedForward(dim, mlp_dim, nnx.relu, kernel_init=_KERNEL, rngs=rngs)
         self.mlp_residual = residual()
@@ -168,12 +160,8 @@ class DecoderBlock(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        attention = functools.partial(
-            Attention, dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs
-        )
-        residual = functools.partial(
-            Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs
-        )
+        attention = functools.partial(Attention, dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs)
+        residual = functools.partial(Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs)
         self.attention = attention()
         self.attention_residual = residual()
         self.memory_attention = attention()
@@ -184,12 +172,8 @@ class DecoderBlock(nnx.Module):
     def __call__(self, activation: Activation) -> Activation:
         memory, memory_mask = activation["source"], activation["source_mask"]
         x, mask = activation["target"], activation["target_mask"]
-        x = self.attention_residual(
-            x, lambda x: self.attention(x, x, mask, is_causal=True)
-        )
-        x = self.memory_residual(
-            x, lambda x: self.memory_attention(x, memory, memory_mask)
-        )
+        x = self.attention_residual(x, lambda x: self.attention(x, x, mask, is_causal=True))
+        x = self.memory_residual(x, lambda x: self.memory_attention(x, memory, memory_mask))
         return activation | {"target": self.mlp_residual(x, self.mlp)}
 
 
@@ -245,8 +229,7 @@ class ProjectionsPart(Part):
         self.memory = memory
         self.num_heads = num_heads
         self.query, self.key, self.value = (
-            widening(dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs)
-            for _ in range(3)
+            widening(dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs) for _ in range(3)
         )
 
     def __call__(self, activation: Activation) -> Activation:
@@ -270,9 +253,7 @@ class OutPart(Part):
 
     def __init__(self, stream: str, dim: int, rate: float, *, rngs: nnx.Rngs):
         super().__init__(stream)
-        self.out = narrowing(
-            dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs
-        )
+        self.out = narrowing(dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, activation: Activation) -> Activation:
@@ -295,17 +276,13 @@ class WidePart(Part):
 class NarrowPart(Part):
     """The second half of the MLP, and the sum of the residual."""
 
-    def __init__(
-        self, stream: str, dim: int, mlp_dim: int, rate: float, *, rngs: nnx.Rngs
-    ):
+    def __init__(self, stream: str, dim: int, mlp_dim: int, rate: float, *, rngs: nnx.Rngs):
         super().__init__(stream)
         self.linear_out = narrowing(mlp_dim, dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, activation: Activation) -> Activation:
-        return self._added(
-            activation, self.dropout(self.linear_out(activation["branch"]))
-        )
+        return self._added(activation, self.dropout(self.linear_out(activation["branch"])))
 
 
 class Head(nnx.Module):
@@ -368,10 +345,7 @@ class Translation:
             checks.at_least_one(self, "target_vocab_size")
         checks.heads_divide_dim(self)
         if self.dim % 2:
-            raise ValueError(
-                f"`dim` must be even, got {self.dim}: positions are pairs of a sine and "
-                "a cosine. Add 1."
-            )
+            raise ValueError(f"`dim` must be even, got {self.dim}: positions are pairs of a sine and a cosine. Add 1.")
         checks.one_of(self, "norm")
         checks.rate(self, "dropout")
 
@@ -384,9 +358,7 @@ class Translation:
         sizes = (self.dim, self.num_heads, self.mlp_dim, self.dropout)
         norm_first = self.norm == "pre"
         vocab_size = self.target_vocab_size or self.vocab_size
-        embedding = functools.partial(
-            Embedding, self.vocab_size, self.target_vocab_size, self.dim, self.dropout
-        )
+        embedding = functools.partial(Embedding, self.vocab_size, self.target_vocab_size, self.dim, self.dropout)
         if self.fine_grained:
             encoder_block = self._parts("source", ["source"])
             decoder_block = self._parts("target", ["target", "source"])
@@ -401,9 +373,7 @@ class Translation:
             functools.partial(Head, self.dim, vocab_size, norm_first),
         ]
 
-    def _parts(
-        self, stream: str, memories: Sequence[str]
-    ) -> list[Callable[..., nnx.Module]]:
+    def _parts(self, stream: str, memories: Sequence[str]) -> list[Callable[..., nnx.Module]]:
         """The parts of a block: an attention to each memory, then the MLP."""
         dim, mlp_dim, rate = self.dim, self.mlp_dim, self.dropout
         norm_first = self.norm == "pre"
@@ -422,11 +392,7 @@ class Translation:
                 part(NarrowPart, stream, dim, mlp_dim, rate),
             ]
         )
-        return [
-            layer
-            for parts in sublayers
-            for layer in ([norm, *parts] if norm_first else [*parts, norm])
-        ]
+        return [layer for parts in sublayers for layer in ([norm, *parts] if norm_first else [*parts, norm])]
 
     def loss(self) -> CrossEntropy:
         """Cross-entropy of the next tokens of the target; a batch marks padding by `weights`."""

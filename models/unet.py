@@ -27,9 +27,7 @@ from models.sharding import named
 
 _HE_NORMAL = nnx.initializers.he_normal()
 # Each output of an up-convolution sees one pixel: the fan in is without the window.
-_UP_KERNEL = named(
-    nnx.initializers.he_normal(batch_axis=(0, 1)), None, None, "embed", None
-)
+_UP_KERNEL = named(nnx.initializers.he_normal(batch_axis=(0, 1)), None, None, "embed", None)
 _LOGITS = named(nnx.initializers.normal(0.01), "embed", None)
 
 
@@ -37,9 +35,7 @@ class Bottom(nnx.Module):
     """Two 3x3 convolutions with ReLU."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
-        conv = functools.partial(
-            Conv, size=3, use_bias=True, kernel_init=_HE_NORMAL, rngs=rngs
-        )
+        conv = functools.partial(Conv, size=3, use_bias=True, kernel_init=_HE_NORMAL, rngs=rngs)
         self.conv1 = conv(num_inputs, num_outputs, names=("embed", "mlp"))
         self.conv2 = conv(num_outputs, num_outputs, names=("mlp", "embed"))
 
@@ -131,14 +127,8 @@ class UNet:
         widths = [self.width * 2**level for level in range(self.num_levels + 1)]
         levels = range(self.num_levels)
         inputs = [self.num_channels, *widths]
-        down = [
-            (functools.partial(Down, inputs[i], widths[i]), {"stash": f"level{i}"})
-            for i in levels
-        ]
-        up = [
-            (functools.partial(Up, widths[i + 1], widths[i]), {"pop": f"level{i}"})
-            for i in reversed(levels)
-        ]
+        down = [(functools.partial(Down, inputs[i], widths[i]), {"stash": f"level{i}"}) for i in levels]
+        up = [(functools.partial(Up, widths[i + 1], widths[i]), {"pop": f"level{i}"}) for i in reversed(levels)]
         bottom = functools.partial(Bottom, *widths[-2:])
         head = functools.partial(Head, self.width, self.num_classes)
         return [*down, (bottom, {}), *up, (head, {})]
@@ -147,10 +137,7 @@ class UNet:
         """One factory per layer, in a `jpipe.skip` where `parts` names a connection."""
         import jpipe  # only here: the other models do not need it
 
-        return [
-            jpipe.skip(factory, **names) if names else factory
-            for factory, names in self.parts()
-        ]
+        return [jpipe.skip(factory, **names) if names else factory for factory, names in self.parts()]
 
     def loss(self) -> Segmentation:
         """Cross-entropy of the classes of the pixels."""

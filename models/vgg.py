@@ -49,9 +49,7 @@ class Convolution(nnx.Module):
         )
         self.normed = batch_norm
         if batch_norm:
-            self.norm = nnx.BatchNorm(
-                num_outputs, momentum=0.9, epsilon=1e-5, rngs=rngs
-            )
+            self.norm = nnx.BatchNorm(num_outputs, momentum=0.9, epsilon=1e-5, rngs=rngs)
         self.halves = halves
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -63,12 +61,8 @@ class Convolution(nnx.Module):
 class Hidden(nnx.Module):
     """Linear layer, ReLU and dropout; an image is flattened first."""
 
-    def __init__(
-        self, num_inputs: int, num_outputs: int, rate: float, *, rngs: nnx.Rngs
-    ):
-        self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_HIDDEN, bias_init=_BIAS, rngs=rngs
-        )
+    def __init__(self, num_inputs: int, num_outputs: int, rate: float, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(num_inputs, num_outputs, kernel_init=_HIDDEN, bias_init=_BIAS, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, ...] -> [B, num_outputs]
@@ -86,9 +80,7 @@ class Output(nnx.Module):
     """Linear layer to the logits, which start near zero."""
 
     def __init__(self, num_inputs: int, num_classes: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(
-            num_inputs, num_classes, kernel_init=_LOGITS, rngs=rngs
-        )
+        self.linear = nnx.Linear(num_inputs, num_classes, kernel_init=_LOGITS, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, K]
         return self.linear(x)
@@ -139,19 +131,13 @@ class VGG:
         for width, num_convolutions in zip(self.widths, self.num_convolutions):
             for i in range(num_convolutions):
                 last = i == num_convolutions - 1
-                layers.append(
-                    functools.partial(
-                        Convolution, num_inputs, width, last, self.batch_norm
-                    )
-                )
+                layers.append(functools.partial(Convolution, num_inputs, width, last, self.batch_norm))
                 num_inputs = width
         num_inputs *= self._size_after**2
         return [
             *layers,
             functools.partial(Hidden, num_inputs, self.hidden_width, self.dropout),
-            functools.partial(
-                Hidden, self.hidden_width, self.hidden_width, self.dropout
-            ),
+            functools.partial(Hidden, self.hidden_width, self.hidden_width, self.dropout),
             functools.partial(Output, self.hidden_width, self.num_classes),
         ]
 

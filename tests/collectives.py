@@ -70,15 +70,15 @@ def _groups(text: str) -> list[list[int]] | None:
     iota = re.search(pattern, text)
     if iota is None:
         return None
-    shape, dims, order = (
-        [*map(int, p.split(","))] if p else None for p in iota.groups()
-    )
+    shape, dims, order = ([*map(int, p.split(","))] if p else None for p in iota.groups())
     devices = np.arange(math.prod(dims)).reshape(dims)
     return devices.transpose(order).reshape(shape).tolist()
 
 
 def _groups_of_axes(mesh: str, axes: str) -> list[list[int]]:
-    """The groups of devices along some axes, such as `"'a'=2,'b'=4"` and `"'b'"`; `'b':(2)2` are 2 of its parts below 2 others."""
+    """The groups of devices along some axes, such as `"'a'=2,'b'=4"` and `"'b'"`; `'b':(2)2` are 2 of its parts below 2
+    others.
+    """
     sizes: dict[str, int] = {}
     parts = dict(re.findall(r"'(\w+)':\((\d+)\)", axes))
     lengths = dict(re.findall(r"'(\w+)':\(\d+\)(\d+)", axes))

@@ -31,9 +31,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def cross_entropy(outputs, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(
-        outputs, batch["labels"]
-    ).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]).mean()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +49,7 @@ class Family:
         def cast(make, rngs):
             module = make(rngs=rngs)
             for _, part in nnx.iter_graph(module):
-                if isinstance(
-                    part, nnx.Embed
-                ):  # looks its rows up in a dtype of its own
+                if isinstance(part, nnx.Embed):  # looks its rows up in a dtype of its own
                     part.dtype = dtype
             graph, state = nnx.split(module)
 
@@ -63,21 +59,15 @@ class Family:
 
             return nnx.merge(graph, jax.tree.map(of_dtype, state))
 
-        return dataclasses.replace(
-            self, layers=[functools.partial(cast, make) for make in self.layers]
-        )
+        return dataclasses.replace(self, layers=[functools.partial(cast, make) for make in self.layers])
 
     def batches(self, count: int, size: int, dtype=np.float32) -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
         out = []
         for _ in range(count):
             if self.num_tokens:
-                x = rng.integers(
-                    0, self.num_tokens, (size, *self.example), dtype=np.int32
-                )
-                y = rng.integers(
-                    0, self.num_tokens, (size, *self.example), dtype=np.int32
-                )
+                x = rng.integers(0, self.num_tokens, (size, *self.example), dtype=np.int32)
+                y = rng.integers(0, self.num_tokens, (size, *self.example), dtype=np.int32)
             else:
                 x = rng.normal(size=(size, *self.example)).astype(dtype)
                 y = rng.integers(0, self.num_classes, size, dtype=np.int32)
@@ -98,9 +88,7 @@ FAMILIES = {
         (8, 8, 1),
     ),
     "transformer": Family(
-        Transformer(
-            vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4
-        ).layers(),
+        Transformer(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4).layers(),
         (6,),
         num_tokens=11,
     ),
@@ -218,9 +206,7 @@ def v_placement(num_microbatches: int) -> jpipe.Schedule:
     """Four stages on two devices, down and up again: the turn stays on its device."""
     s, m = np.arange(4), np.arange(num_microbatches)[:, None]
     backward = m + 8 - s
-    return jpipe.Schedule.from_ticks(
-        "v", m + s, backward, backward + 1, device=[0, 1, 1, 0]
-    )
+    return jpipe.Schedule.from_ticks("v", m + s, backward, backward + 1, device=[0, 1, 1, 0])
 
 
 def schedule_named(name: str, num_stages: int, num_microbatches: int) -> jpipe.Schedule:

@@ -5,9 +5,9 @@
     python tests/fuzz.py --case '{"layers": ["norm", "dense"], "S": 2}'
     python tests/fuzz.py --pairs LOG ...
 
-The first draws cases until the time is over, and shrinks each that fails; the others run one case. A case fails if its numbers are
-not those of `fuzz_oracle.py`, or if anything but `ValueError` before a compile refuses it. The last reads what the first has printed,
-and says which features have been together in a case that is equal.
+The first draws cases until the time is over, and shrinks each that fails; the others run one case. A case fails if its
+numbers are not those of `fuzz_oracle.py`, or if anything but `ValueError` before a compile refuses it. The last reads
+what the first has printed, and says which features have been together in a case that is equal.
 """
 
 import argparse
@@ -80,7 +80,9 @@ def start(case: Case, key, batch):
 
 @contextlib.contextmanager
 def refusals(case: Case):
-    """Errors of the library become `Refused`; not those of JAX about what the library gave it, nor those after a compile."""
+    """Errors of the library become `Refused`; not those of JAX about what the library gave it, nor those after a
+    compile.
+    """
     before = _compiled
     try:
         yield
@@ -96,8 +98,8 @@ def close(what: str, got, want, case: Case, exact=None) -> None:
     """Compares two trees.
 
     Args:
-      exact: what would be wanted without a compute dtype. Rounding in plain Flax has moved each array by its distance from
-        this, and rounds elsewhere in the pipeline: both are right up to that.
+      exact: what would be wanted without a compute dtype. Rounding in plain Flax has moved each array by its distance
+        from this, and rounds elsewhere in the pipeline: both are right up to that.
     """
     moved = []
     if exact is not None:
@@ -107,9 +109,7 @@ def close(what: str, got, want, case: Case, exact=None) -> None:
         ]
     got, want = (jax.tree.map(np.asarray, jax.device_get(tree)) for tree in (got, want))
     if jax.tree.structure(got) != jax.tree.structure(want):
-        raise Differs(
-            f"{what}: {jax.tree.structure(got)}, want {jax.tree.structure(want)}"
-        )
+        raise Differs(f"{what}: {jax.tree.structure(got)}, want {jax.tree.structure(want)}")
     leaves = zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got))
     for n, ((path, b), a) in enumerate(leaves):
         name = f"{what}{jax.tree_util.keystr(path)}"
@@ -257,9 +257,7 @@ def after(case: Case, pipe, state, model, params, mutable) -> None:
     (batch,) = batches_of(dataclasses.replace(case, seed=case.seed + 1), 1, 5)
     if {"predict", "evaluate", "adopt"}.isdisjoint(case.then):
         return
-    outputs = jax.jit(lambda p, s: fuzz_model.outputs_of(model, p, s, batch))(
-        params, mutable
-    )
+    outputs = jax.jit(lambda p, s: fuzz_model.outputs_of(model, p, s, batch))(params, mutable)
     if "adopt" in case.then:
         simple = dataclasses.replace(
             case, schedule="gpipe", S=1, copies=(), cut=0, data=1, fsdp=1, model=1, N=1,
@@ -394,9 +392,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds")
     parser.add_argument("--minutes", type=float, help="how long new seeds are run")
-    parser.add_argument(
-        "--shrink", type=float, default=300, help="seconds for a smaller case; 0: none"
-    )
+    parser.add_argument("--shrink", type=float, default=300, help="seconds for a smaller case; 0: none")
     parser.add_argument("--pairs", nargs="+", help="logs of `--minutes`")
     arguments = parser.parse_args()
     if arguments.pairs:

@@ -91,9 +91,7 @@ class Case:
     @classmethod
     def from_text(cls, text: str) -> "Case":
         values = json.loads(text)
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        )
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 SYNCHRONOUS = (
@@ -108,27 +106,17 @@ OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     # With a large eps an update is a smooth function of gradients near 0, so rounding stays small.
     "adamw": lambda: optax.adamw(0.1, eps=1.0),
-    "clip": lambda: optax.chain(
-        jpipe.optim.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)
-    ),
-    "every_second": lambda: optax.MultiSteps(
-        optax.sgd(0.1), every_k_schedule=2
-    ).gradient_transformation(),
-    "scaled_by_delay": lambda: optax.chain(
-        optax.sgd(0.1), jpipe.optim.scale_by_delay(ANNEALING_STEPS)
-    ),
+    "clip": lambda: optax.chain(jpipe.optim.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)),
+    "every_second": lambda: optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2).gradient_transformation(),
+    "scaled_by_delay": lambda: optax.chain(optax.sgd(0.1), jpipe.optim.scale_by_delay(ANNEALING_STEPS)),
     "ema": lambda: optax.chain(optax.sgd(0.1), jpipe.optim.ema_weights(0.9)),
-    "error_feedback": lambda: optax.chain(
-        optax.sgd(0.1, momentum=0.5), jpipe.optim.error_feedback()
-    ),
+    "error_feedback": lambda: optax.chain(optax.sgd(0.1, momentum=0.5), jpipe.optim.error_feedback()),
     "master_weights": lambda: jpipe.optim.master_weights(optax.sgd(0.1, momentum=0.5)),
     # Optax computes the rate in float32, where these are without rounding.
     "schedule": lambda: optax.sgd(optax.linear_schedule(0.25, 0.125, 4)),
 }
 PLAIN_OPTIMIZERS = OPTIMIZERS | {
-    "clip": lambda: optax.chain(
-        optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)
-    ),
+    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)),
     "scaled_by_delay": OPTIMIZERS["sgd"],
 }
 """What the oracle applies."""
@@ -175,10 +163,7 @@ def draw(seed: int) -> Case:
     if recompute == "full" and often(0.9):  # their outputs read what has moved on
         pool = [name for name in pool if name not in ("count", "average")]
     state = [name for name in pool if KINDS[name].norm or KINDS[name].state]
-    layers = [
-        rng.choice(state if state and often(0.25) else pool)
-        for _ in range(rng.randint(1, 4))
-    ]
+    layers = [rng.choice(state if state and often(0.25) else pool) for _ in range(rng.randint(1, 4))]
     if not any(name in ("dense", "linen") for name in layers):
         layers.insert(rng.randint(0, len(layers)), rng.choice(("dense", "linen")))
     tie, skip = often(0.12), often(0.15)
@@ -238,9 +223,7 @@ def draw(seed: int) -> Case:
         overlap=rng.choice((None, True, False)),
         donate=often(0.8),
         given=often(0.2),
-        offload=rng.choice(
-            ((),) * 8 + (("weights",), ("gradients",), ("optimizer",), ("activations",))
-        ),
+        offload=rng.choice(((),) * 8 + (("weights",), ("gradients",), ("optimizer",), ("activations",))),
         compress=tuple(
             c + rng.choice(("", "/topk", "/threshold"))
             for c in ("gradients", "messages")
@@ -325,9 +308,7 @@ def features(case: Case) -> set[str]:
     result |= {name for name, value in flags.items() if value}
     for field in ("hooks", "offload", "compress", "carried"):
         result |= {f"{field} {value}" for value in getattr(case, field)}
-    result |= set(case.then) | {
-        word for name in case.layers for word in words_of(name) if word
-    }
+    result |= set(case.then) | {word for name in case.layers for word in words_of(name) if word}
     return result
 
 

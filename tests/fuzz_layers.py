@@ -91,9 +91,7 @@ class Named(OfX):
 
     def __init__(self, *, rngs):
         def linear(rows, columns, *names):
-            init = nnx.with_partitioning(
-                nnx.initializers.normal(0.5), names, eager_sharding=False
-            )
+            init = nnx.with_partitioning(nnx.initializers.normal(0.5), names, eager_sharding=False)
             return nnx.Linear(
                 rows,
                 columns,
@@ -115,9 +113,7 @@ class Words(nnx.Module):
     """The table of an embedding or a head, whose rows all stages share."""
 
     def __init__(self, *, rngs):
-        init = nnx.with_partitioning(
-            nnx.initializers.normal(0.5), ("vocab", None), eager_sharding=False
-        )
+        init = nnx.with_partitioning(nnx.initializers.normal(0.5), ("vocab", None), eager_sharding=False)
         self.table = nnx.Param(init(rngs.params(), (NUM_WORDS, D), dtype()))
 
 
@@ -278,9 +274,7 @@ class NormEval(Norm):
 class LinenNorm(nn.Module):
     @nn.compact
     def __call__(self, a, train=True):
-        norm = nn.BatchNorm(
-            use_running_average=not train, momentum=0.8, param_dtype=dtype()
-        )
+        norm = nn.BatchNorm(use_running_average=not train, momentum=0.8, param_dtype=dtype())
         return with_x(a, norm(x_of(a)))
 
 
@@ -529,14 +523,10 @@ KINDS: dict[str, Kind] = {
     "report": _plain(report),
     "weighed": Kind(jpipe.report_weights(Dense, "size", squares)),
     "sums": _plain(of_x(lambda x: jax.lax.associative_scan(jnp.add, x, axis=1) * 0.5)),
-    "products": _plain(
-        of_x(lambda x: jax.lax.associative_scan(jnp.multiply, 1 + 0.1 * x, axis=1))
-    ),
+    "products": _plain(of_x(lambda x: jax.lax.associative_scan(jnp.multiply, 1 + 0.1 * x, axis=1))),
     "sort": _plain(of_x(lambda x: jnp.sort(x, axis=-1))),
     "checkpoint": _plain(of_x(jax.checkpoint(lambda x: jnp.sin(x) * jnp.exp(-(x**2))))),
     "rows": _plain(of_x(jax.vmap(lambda x: x * jax.nn.sigmoid(x[::-1])))),
-    "loop": _plain(
-        of_x(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + 0.1 * i, x))
-    ),
+    "loop": _plain(of_x(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + 0.1 * i, x))),
     "clip": _plain(of_x(lambda x: jnp.clip(x, -1.5, 1.5))),
 }

@@ -39,8 +39,7 @@ class NNXLayer:
         """Weights and state that the factory makes."""
         made = nnx.to_flat_state(nnx.state(self.make(rngs=nnx.Rngs(self.key))))
         return tuple(
-            unflatten_dict({path: v[...] for path, v in made if is_role(v, role)})
-            for role in ("parameters", "state")
+            unflatten_dict({path: v[...] for path, v in made if is_role(v, role)}) for role in ("parameters", "state")
         )
 
     def __call__(self, parameters, state, key, a, training):
@@ -70,9 +69,7 @@ class LinenLayer:
         words = {}
         if self.words is not None:
             words = self.words.train if training else self.words.evaluate
-        a, after = self.module.apply(
-            {"params": parameters, **state}, a, mutable=list(state), **words
-        )
+        a, after = self.module.apply({"params": parameters, **state}, a, mutable=list(state), **words)
         return a, {**state, **after}
 
 
@@ -169,9 +166,7 @@ class Plain:
                 if name == "weighed":
                     reports.append(squares(values))
                 with reports_to(reports):
-                    a, state[i] = self.layers[i](
-                        values, state[i], self.key_of(i, m, r), a, training
-                    )
+                    a, state[i] = self.layers[i](values, state[i], self.key_of(i, m, r), a, training)
                 total = total + sum(reports) if training else total
         return (a, stashed, total), state, seen
 
@@ -185,9 +180,7 @@ class Plain:
                     *[each[i] for each in seen],
                 )
                 values = cast(params[i], dtype)
-                _, state[i] = self.layers[i](
-                    values, state[i], self.key_of(i, 0, 0), cast(rows, dtype), True
-                )
+                _, state[i] = self.layers[i](values, state[i], self.key_of(i, 0, 0), cast(rows, dtype), True)
         return state
 
 

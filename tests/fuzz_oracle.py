@@ -1,4 +1,6 @@
-"""What a case of `fuzz.py` must compute: plain Flax and JAX on one device, one microbatch after the other, all weight versions kept."""
+"""What a case of `fuzz.py` must compute: plain Flax and JAX on one device, one microbatch after the other, all weight
+versions kept.
+"""
 
 import dataclasses
 import math
@@ -19,16 +21,14 @@ GROWTH_INTERVAL = 2
 
 
 def gradient_function(model, starts):
-    """`(forward weights, backward weights, state, m, r, batch) -> ` loss parts, gradients, new state, inputs of norms."""
+    """`(forward weights, backward weights, state, m, r, batch) -> ` loss parts, gradients, new state, inputs of
+    norms.
+    """
     case = model.case
     num_layers = len(model.layers)
 
     def norms(seen):
-        return {
-            i: a
-            for i, a in seen.items()
-            if getattr(KINDS.get(model.names[i]), "norm", False)
-        }
+        return {i: a for i, a in seen.items() if getattr(KINDS.get(model.names[i]), "norm", False)}
 
     @jax.jit
     def whole(forward, backward, state, m, r, batch):
@@ -52,9 +52,7 @@ def gradient_function(model, starts):
         values: Any = (batch["inputs"], {}, jnp.zeros(()))
         for span in zip(starts, starts[1:]):
             given.append(values)
-            values, new, inputs = model.run(
-                forward, new, m, r, values, training=True, span=span
-            )
+            values, new, inputs = model.run(forward, new, m, r, values, training=True, span=span)
             seen |= inputs
         value, weight, aux = loss_parts(case, values[0], batch, values[2])
         grads: list = [None] * num_layers
@@ -84,9 +82,7 @@ def gradient_function(model, starts):
 
             inexact = [a for a, move in zip(leaves, moves) if move]
             out, back = jax.vjp(stage, backward[slice(*span)], inexact)
-            grads[slice(*span)], cotangent = back(
-                jnp.ones_like(out) if cotangent is None else cotangent
-            )
+            grads[slice(*span)], cotangent = back(jnp.ones_like(out) if cotangent is None else cotangent)
         if case.tie:
             i, j = case.tied_layers
             kernels = [grads[n]["linear"].pop("kernel") for n in (i, j)]
@@ -154,8 +150,7 @@ def is_finite(tree) -> bool:
 def breaks(old, new) -> bool:
     """Whether a finite number of an array would become infinite or NaN."""
     return any(
-        jnp.issubdtype(jnp.result_type(b), jnp.inexact)
-        and (np.isfinite(a) & ~np.isfinite(b)).any()
+        jnp.issubdtype(jnp.result_type(b), jnp.inexact) and (np.isfinite(a) & ~np.isfinite(b)).any()
         for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))
     )
 
@@ -181,10 +176,7 @@ class Updates:
         self.stage_of, self.delay = [], None
         layers = range(len(params))
         self.groups = [layers] if case.optimizer == "clip" else [[i] for i in layers]
-        self.states = [
-            jax.device_get(optimizer.init(self.part(group, params)))
-            for group in self.groups
-        ]
+        self.states = [jax.device_get(optimizer.init(self.part(group, params))) for group in self.groups]
         self.applied = [0] * len(params)
         zeros = jax.tree.map(np.zeros_like, params)
         self.movement, self.velocity = list(zeros), list(zeros)
@@ -207,10 +199,7 @@ class Updates:
     def skipped(self, grads):
         """0 or 1 for each stage: whether it skips the update. Stages that update at the same time skip together."""
         S = max(self.stage_of) + 1
-        broken = [
-            not is_finite([g for g, of in zip(grads, self.stage_of) if of == s])
-            for s in range(S)
-        ]
+        broken = [not is_finite([g for g, of in zip(grads, self.stage_of) if of == s]) for s in range(S)]
         if not self.case.asynchronous:
             broken = [any(broken)] * S
         return [int(b) for b in broken]
@@ -339,12 +328,8 @@ def train(model, parts, optimizer, params, state, batches):
                     jax.tree.map(lambda a: a[at], batch),  # noqa: B023
                 )
                 replicas[r] = [
-                    old
-                    if name in KINDS and KINDS[name].norm
-                    else kept_finite(before, new)
-                    for name, old, before, new in zip(
-                        model.names, first, last, replicas[r]
-                    )
+                    old if name in KINDS and KINDS[name].norm else kept_finite(before, new)
+                    for name, old, before, new in zip(model.names, first, last, replicas[r])
                 ]
                 values, weights = values + float(value), weights + float(weight)
                 aux.append(float(extra))
@@ -368,11 +353,7 @@ def train(model, parts, optimizer, params, state, batches):
                 scale, num_finite = scale * 2, 0
         trained.scales.append(scale)
         mean = jax.tree.map(
-            lambda *a: (
-                np.asarray(sum(map(np.asarray, a)) / data, a[0].dtype)
-                if data > 1
-                else a[0]
-            ),
+            lambda *a: np.asarray(sum(map(np.asarray, a)) / data, a[0].dtype) if data > 1 else a[0],
             *replicas,
         )
         after = moved(tied(case, params), mean, seen)

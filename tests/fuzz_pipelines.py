@@ -36,9 +36,7 @@ def batches_of(case: Case, count: int, rows: int) -> list[dict[str, Any]]:
     for _ in range(count):
         x = rng.normal(size=(rows, D)) + rng.normal(size=(rows, 1))
         entries = {
-            "complex": (x + 1j * rng.normal(size=(rows, D))).astype(
-                np.complex128 if case.x64 else np.complex64
-            ),
+            "complex": (x + 1j * rng.normal(size=(rows, D))).astype(np.complex128 if case.x64 else np.complex64),
             "integer": rng.integers(0, 9, rows, dtype=np.int32),
             "truth": rng.random(rows) < 0.6,
             "key": rng.integers(0, 2**32, (rows, 2), dtype=np.uint32),
@@ -100,9 +98,7 @@ def pipeline_layers(case: Case, key) -> list:
         "embedding": Embedding,
         "head": Head,
         "stash": jpipe.skip(jpipe.Function(lambda a: (a, x_of(a))), stash="long"),
-        "pop": jpipe.skip(
-            jpipe.Function(lambda a, s: with_x(a, x_of(a) + jnp.tanh(s))), pop="long"
-        ),
+        "pop": jpipe.skip(jpipe.Function(lambda a, s: with_x(a, x_of(a) + jnp.tanh(s))), pop="long"),
     }
     layers = []
     for i, name in enumerate(case.names):
@@ -123,9 +119,7 @@ def loss_of_rows(case: Case, outputs, batch):
 def loss_function(case: Case):
     parts = functools.partial(fuzz_model.loss_parts, of_rows=loss_of_rows)
     if case.loss == "reported":
-        return lambda outputs, batch, *, reported: parts(
-            case, outputs, batch, reported["size"]
-        )[0]
+        return lambda outputs, batch, *, reported: parts(case, outputs, batch, reported["size"])[0]
 
     def loss(outputs, batch):
         value, weight, aux = parts(case, outputs, batch, 0.0)
@@ -170,9 +164,7 @@ def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.P
         ties = [[(i, "linear.kernel") for i in case.tied_layers]]
     optional: dict[str, Any] = {}
     if case.offload:
-        optional["offload"] = jpipe.Offload(
-            **{name: 2 if name == "activations" else 1.0 for name in case.offload}
-        )
+        optional["offload"] = jpipe.Offload(**{name: 2 if name == "activations" else 1.0 for name in case.offload})
     for text in case.compress:
         what, _, compressor = text.partition("/")
         optional[f"compress_{what}"] = COMPRESSORS[compressor]
@@ -181,9 +173,7 @@ def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.P
     if case.loss_scale:
         optional["loss_scale"] = case.loss_scale
     if case.scale_moves:
-        optional["loss_scale"] = jpipe.LossScale(
-            case.loss_scale, growth_interval=oracle.GROWTH_INTERVAL
-        )
+        optional["loss_scale"] = jpipe.LossScale(case.loss_scale, growth_interval=oracle.GROWTH_INTERVAL)
     optimizer = OPTIMIZERS[case.optimizer]()
     for hook in case.hooks:
         transform, passes, function = HOOKS[hook]

@@ -48,10 +48,7 @@ def with_nan_buffers(state, all_but: str | None = None):
             return a
         return jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding)
 
-    buffers = {
-        name: values if name == all_but else jax.tree.map(nan, values)
-        for name, values in state.buffers.items()
-    }
+    buffers = {name: values if name == all_but else jax.tree.map(nan, values) for name, values in state.buffers.items()}
     return dataclasses.replace(state, buffers=buffers)
 
 

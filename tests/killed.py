@@ -36,10 +36,7 @@ def pipeline() -> jpipe.Pipeline:
 def batch(step: int) -> dict[str, np.ndarray]:
     """The minibatch of a step."""
     rng = np.random.default_rng(step)
-    return {
-        name: rng.normal(size=(ROWS, DIM)).astype(np.float32)
-        for name in ("inputs", "targets")
-    }
+    return {name: rng.normal(size=(ROWS, DIM)).astype(np.float32) for name in ("inputs", "targets")}
 
 
 def main(directory: pathlib.Path, num_steps: int) -> None:

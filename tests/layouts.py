@@ -38,11 +38,7 @@ def loss(outputs, batch):
 def batches(count, first=0):
     rng = np.random.default_rng(first)
     return [
-        {
-            name: rng.normal(size=(ROWS, DIM)).astype(np.float32)
-            for name in ("inputs", "targets")
-        }
-        for _ in range(count)
+        {name: rng.normal(size=(ROWS, DIM)).astype(np.float32) for name in ("inputs", "targets")} for _ in range(count)
     ]
 
 
@@ -51,9 +47,7 @@ def pipeline(schedule, num_layers=8, data=1, in_turn=False, **options):
     mesh = mesh_of(schedule, in_turn, data=data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jpipe.schedule.warn", lambda *_: None)  # of a bubble
-        return jpipe.Pipeline(
-            [Block] * num_layers, schedule=schedule, mesh=mesh, **options
-        )
+        return jpipe.Pipeline([Block] * num_layers, schedule=schedule, mesh=mesh, **options)
 
 
 def mesh_of(schedule, in_turn, **sizes):

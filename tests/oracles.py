@@ -11,16 +11,11 @@ class PlainModel:
     """The layers one after the other on one device, as one would train them without a pipeline."""
 
     def __init__(self, factories, key):
-        modules = [
-            make(rngs=nnx.Rngs(jax.random.fold_in(key, i)))
-            for i, make in enumerate(factories)
-        ]
+        modules = [make(rngs=nnx.Rngs(jax.random.fold_in(key, i))) for i, make in enumerate(factories)]
         split = [nnx.split(module) for module in modules]
         self.graphs = [graph for graph, _ in split]
         self.states = [state for _, state in split]
-        self.params = [
-            jax.tree.map(np.asarray, nnx.to_pure_dict(s)) for s in self.states
-        ]
+        self.params = [jax.tree.map(np.asarray, nnx.to_pure_dict(s)) for s in self.states]
 
     def __call__(self, params, x):
         for graph, state, values in zip(self.graphs, self.states, params):
@@ -34,9 +29,7 @@ def train(model, params, loss, optimizer, batches):
 
     @jax.jit
     def step(params, opt_state, batch):
-        value, grads = jax.value_and_grad(
-            lambda p: loss(model(p, batch["inputs"]), batch)
-        )(params)
+        value, grads = jax.value_and_grad(lambda p: loss(model(p, batch["inputs"]), batch))(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value, grads
 
@@ -90,10 +83,7 @@ def train_with_delays(
     Returns: the loss of every microbatch, and the final weights of the complete minibatches.
     """
     stages = sorted(set(stage_of_layer))
-    tau, ahead = (
-        {s: max(each(s, j) for j in range(N)) for s in stages}
-        for each in (delay, backward_delay)
-    )
+    tau, ahead = ({s: max(each(s, j) for j in range(N)) for s in stages} for each in (delay, backward_delay))
     ahead = {s: tau[s] - ahead[s] for s in stages}
 
     def of_stage(s, tree):
@@ -105,9 +95,7 @@ def train_with_delays(
     @jax.jit
     def gradient(forward, backward, batch):
         if backward is None:
-            return jax.value_and_grad(lambda p: loss(model(p, batch["inputs"]), batch))(
-                forward
-            )
+            return jax.value_and_grad(lambda p: loss(model(p, batch["inputs"]), batch))(forward)
         again = stage_of_layer if recompute else None
         return mlp_mixed_gradient(forward, backward, batch, again)
 
@@ -133,10 +121,7 @@ def train_with_delays(
             t = max(number - backward_delay(s, j), 0)
             backward[s] = plus(versions[s][t], -ahead[s], velocities[s][t])
         forward, backward = joined(forward), joined(backward)
-        same = all(
-            np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(forward), jax.tree.leaves(backward))
-        )
+        same = all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(forward), jax.tree.leaves(backward)))
         value, grads = gradient(forward, None if same else backward, batch)
         losses.append(float(value))
         sums = grads if sums is None else jax.tree.map(np.add, sums, grads)
@@ -170,9 +155,7 @@ def train_with_delays(
                 velocities[s].append(velocity)
                 versions[s].append(optax.apply_updates(versions[s][-1], updates))
             sums = None
-    return losses, jax.tree.map(
-        np.asarray, joined({s: versions[s][-1] for s in stages})
-    )
+    return losses, jax.tree.map(np.asarray, joined({s: versions[s][-1] for s in stages}))
 
 
 def warm_up(replicas):
@@ -208,8 +191,9 @@ def delay_with_copies(replicas, N, ticks):
 def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
     """Loss and gradients of `models.MLP` under mean cross-entropy, by hand: products backward use `backward`'s weights.
 
-    With `batch["row_weights"]` it is the sum of the rows' losses times these. Activations and ReLU masks are those of the forward; or, given the stage of each layer, those that `backward`'s
-    weights make of the inputs which the stage got.
+    With `batch["row_weights"]` it is the sum of the rows' losses times these. Activations and ReLU masks are those of
+    the forward; or, given the stage of each layer, those that `backward`'s weights make of the inputs which the stage
+    got.
     """
 
     def layer(i, weights, x):

@@ -6,8 +6,8 @@ runs the Python blocks of a page in order, in one process, as a reader would who
 
 - `<!-- prints -->` above a `text` block: the Python block before it prints this text. `...` stands for anything.
 - `<!-- not run: REASON -->` above a block: it is shown, not run.
-- `<!-- with this change -->` above a Python block: it runs apart, with a copy of `jpipe/` to which the `diff` blocks above it
-  are applied, back to the Python block before.
+- `<!-- with this change -->` above a Python block: it runs apart, with a copy of `jpipe/` to which the `diff` blocks
+  above it are applied, back to the Python block before.
 - In a `console` block, `$ ` begins a command and the lines below it are what it prints; `$ cat FILE` shows a file that
   later commands of the page read.
 """
@@ -89,9 +89,7 @@ def commands(page: pathlib.Path) -> list[Command]:
         Command(re.sub(r"\s*\\\n\s*", " ", command), printed, block.mark)
         for block in blocks(page)
         if block.language == "console"
-        for command, printed in re.findall(
-            r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", block.text, flags=re.M
-        )
+        for command, printed in re.findall(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", block.text, flags=re.M)
     ]
 
 
@@ -118,9 +116,7 @@ def run(page: pathlib.Path) -> None:
             example = doctest.Example("", block.text)
             checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS
             if not checker.check_output(block.text, printed, flags):
-                raise AssertionError(
-                    f"{where}\n{checker.output_difference(example, printed, flags)}"
-                )
+                raise AssertionError(f"{where}\n{checker.output_difference(example, printed, flags)}")
 
 
 def run_apart(page: pathlib.Path, folder: pathlib.Path, **environment: str):

@@ -7,16 +7,15 @@ from jpipe.schedule import IDLE
 
 
 def random_table(seed: int) -> jpipe.Schedule:
-    """A table of 1 to 4 stages and 1 to 4 microbatches, in which every stage updates at some time after its last gradient.
+    """A table of 1 to 4 stages and 1 to 4 microbatches, in which every stage updates at some time after its last
+    gradient.
 
     In each tick a stage runs one of the operations that it can run, or none. Odd seeds split the backward.
     """
     rng = np.random.default_rng(seed)
     S, N = rng.integers(1, 5, 2).tolist()
     kinds = "FBW" if seed % 2 else "FB"
-    tick_of: dict[tuple[str, int], list[int]] = {
-        (k, s): [] for k in kinds for s in range(S)
-    }
+    tick_of: dict[tuple[str, int], list[int]] = {(k, s): [] for k in kinds for s in range(S)}
     rows, updated, t = [], [False] * S, 0
     while not all(updated):
         row = []

@@ -27,10 +27,7 @@ def transformer(num_layers=2, batch=8, length=16, dim=32, heads=4, words=96):
         h = w["embedding"][tokens]
         B, S, D = h.shape
         for layer in w["layers"]:
-            q, k, v = (
-                (h @ layer[name]).reshape(B, S, heads, -1).transpose(0, 2, 1, 3)
-                for name in "qkv"
-            )
+            q, k, v = ((h @ layer[name]).reshape(B, S, heads, -1).transpose(0, 2, 1, 3) for name in "qkv")
             p = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", q, k), -1)
             o = jnp.einsum("bhst,bhtd->bhsd", p, v).transpose(0, 2, 1, 3)
             h = h + o.reshape(B, S, D) @ layer["o"]
@@ -75,9 +72,7 @@ def lenet(batch=64):
     def loss(w, x, y):
         for name in ("1", "2"):
             x = jax.nn.relu(convolution(x, w["c" + name], padding="VALID"))
-            x = jax.lax.reduce_window(
-                x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-            )
+            x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         x = x.reshape(x.shape[0], -1)
         x = jax.nn.relu(x @ w["f1"])
         x = jax.nn.relu(x @ w["f2"])
@@ -154,9 +149,7 @@ def next_word(batch=64, length=2, dim=64, words=256):
         "state": weight(dim, dim),
         "out": weight(dim, words),
     }
-    return soap.trace(
-        loss, weights, Array((batch, length), jnp.int32), weight(batch, words)
-    )
+    return soap.trace(loss, weights, Array((batch, length), jnp.int32), weight(batch, words))
 
 
 @functools.cache
@@ -212,10 +205,7 @@ def machine(num_devices, *, inside=4, overhead=1e-6):
 
 def by_key(tasks, timeline):
     """Ready, start and end of every task, by its key."""
-    return {
-        tasks.key[t]: (timeline.ready[t], timeline.start[t], timeline.end[t])
-        for t in timeline.order
-    }
+    return {tasks.key[t]: (timeline.ready[t], timeline.start[t], timeline.end[t]) for t in timeline.order}
 
 
 def by_definition(tasks: Tasks):

@@ -64,9 +64,7 @@ def test_the_replicas_of_a_process_need_not_be_neighbours(two_processes):
 
 
 @pytest.mark.parametrize("num_rows", range(1, 13))
-@pytest.mark.parametrize(
-    "held", [[[0], [1]], [[0, 1], [2, 3]], [[0, 1]] * 2, [[0], [0], [1], [1]]]
-)
+@pytest.mark.parametrize("held", [[[0], [1]], [[0, 1], [2, 3]], [[0, 1]] * 2, [[0], [0], [1], [1]]])
 def test_padded_shares_lie_in_the_order_of_the_batch(held, num_rows):
     num_replicas = max(map(max, held)) + 1
     shares = [Rows(num_replicas, held, p).given(num_rows) for p in range(len(held))]
@@ -77,9 +75,7 @@ def test_padded_shares_lie_in_the_order_of_the_batch(held, num_rows):
         filled = np.concatenate([share, np.full(padded - len(share), -1)])
         for i, replica in enumerate(replicas):
             size = padded // len(replicas)
-            batch[replica * size : (replica + 1) * size] = filled[
-                i * size : (i + 1) * size
-            ]
+            batch[replica * size : (replica + 1) * size] = filled[i * size : (i + 1) * size]
     positions = rows.positions([len(share) for share in shares], padded)
     np.testing.assert_array_equal(batch[positions], np.arange(num_rows))
 

@@ -54,9 +54,7 @@ def test_what_cannot_be_read_is_one_kind_of_error(name, content, tmp_path):
     assert name in str(caught.value) and len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize(
-    "seconds", ["NaN", "Infinity", "-1", "true", '"1"', "9" * 4000]
-)
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-1", "true", '"1"', "9" * 4000])
 def test_seconds_of_operators_are_finite(seconds, tmp_path):
     path = tmp_path / "operators.json"
     entry = f'{{"forward_seconds": {seconds}, "backward_seconds": 1}}'

@@ -28,10 +28,7 @@ def test_pairs_of_a_log(tmp_path):
     log.write_text(f"{text}seed 2 refused 2 s words\n  case {case.text()}\n")
     lines = fuzz.pairs([log]).splitlines()
     assert "{'equal': 1, 'refused': 1} cases" in lines[0]
-    assert (
-        "axis data: gpipe*, loss mean*, nan*, optimizer sgd*, recompute none*, skip, x64*"
-        in lines
-    )
+    assert "axis data: gpipe*, loss mean*, nan*, optimizer sgd*, recompute none*, skip, x64*" in lines
 
 
 def test_a_difference_is_seen_and_shrunken(monkeypatch):

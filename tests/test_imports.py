@@ -47,10 +47,7 @@ def modules(package: str) -> dict[str, pathlib.Path]:
     folder = ROOT / package
     paths = sorted(folder.rglob("*.py"))
     names = [path.relative_to(folder).with_suffix("").parts for path in paths]
-    return {
-        ".".join(name[:-1] if name[-1] == "__init__" else name): path
-        for name, path in zip(names, paths)
-    }
+    return {".".join(name[:-1] if name[-1] == "__init__" else name): path for name, path in zip(names, paths)}
 
 
 MODULES = modules("jpipe")
@@ -75,11 +72,7 @@ def imports(name: str, package: str = "jpipe") -> set[str]:
             visit(child)
 
     visit(tree)
-    return {
-        target.removeprefix(f"{package}.")
-        for target in imported
-        if target.startswith(f"{package}.")
-    }
+    return {target.removeprefix(f"{package}.") for target in imported if target.startswith(f"{package}.")}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name])
@@ -96,9 +89,7 @@ def test_no_module_imports_upwards(name):
 def test_the_core_imports_no_satellite():
     """What a training step never needs is called by name, and loaded only then."""
     core = [n for n in MODULES if n and n.partition(".")[0] not in SATELLITES]
-    doors = {
-        n: {t for t in imports(n) if t.partition(".")[0] in SATELLITES} for n in core
-    }
+    doors = {n: {t for t in imports(n) if t.partition(".")[0] in SATELLITES} for n in core}
     assert not {name: targets for name, targets in doors.items() if targets}
 
 
@@ -160,9 +151,7 @@ def test_entry_points_exist():
 
 
 def test_modules_are_imported_by_name_in_three_places_only():
-    by_name = {
-        name for name, path in MODULES.items() if "import_module" in path.read_text()
-    }
+    by_name = {name for name, path in MODULES.items() if "import_module" in path.read_text()}
     assert by_name == {"", "_util.entry_points", "solvers._scipy"}
 
 
@@ -180,7 +169,5 @@ def test_no_test_module_imports_another():
                 continue
             for target in targets:
                 if names & set(target.split(".")):
-                    importing.append(
-                        f"{path.relative_to(ROOT)}, line {node.lineno}: {target}"
-                    )
+                    importing.append(f"{path.relative_to(ROOT)}, line {node.lineno}: {target}")
     assert not importing, importing

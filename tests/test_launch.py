@@ -16,9 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 def start(tmp_path, program, *options, arguments=()):
     script = tmp_path / "script.py"
-    script.write_text(
-        f"import os, signal, sys, time\ni = int(os.environ['JPIPE_PROCESS_ID'])\n{program}"
-    )
+    script.write_text(f"import os, signal, sys, time\ni = int(os.environ['JPIPE_PROCESS_ID'])\n{program}")
     return subprocess.Popen(
         [sys.executable, "-m", "jpipe.launch", *options, str(script), *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -40,9 +38,7 @@ print(i, sys.argv[1:], os.environ["JPIPE_NUM_PROCESSES"], os.environ["JAX_NUM_CP
 print("no end of line", end="", file=sys.stderr)
 """
     arguments = ["--config", "a", "-n", "7"]
-    code, out, err = run(
-        tmp_path, program, "-n", "3", "--devices", "6", arguments=arguments
-    )
+    code, out, err = run(tmp_path, program, "-n", "3", "--devices", "6", arguments=arguments)
     assert code == 0
     assert sorted(out.splitlines()) == [f"[{i}] {i} {arguments} 3 2" for i in range(3)]
     assert sorted(err.splitlines()) == [f"[{i}] no end of line" for i in range(3)]

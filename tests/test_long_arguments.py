@@ -71,9 +71,7 @@ def test_no_message_is_long_and_none_is_of_python_about_digits(function):
     if inspect.isclass(function) and issubclass(function, BaseException):
         pytest.skip("an exception, which shows what it is given")
     arguments = _arguments(function)
-    required = {
-        p.name: OTHERS.get(p.name, 1) for p in arguments if p.default is p.empty
-    }
+    required = {p.name: OTHERS.get(p.name, 1) for p in arguments if p.default is p.empty}
     for argument in arguments:
         if (function.__name__, argument.name) in NOT_OURS:
             continue

@@ -21,10 +21,7 @@ OWNERS = [
 
 
 def arrays_of(pack, *lead, fill=0):
-    return {
-        name: jnp.full((*lead, *a.shape), fill, a.dtype)
-        for name, a in pack.arrays.items()
-    }
+    return {name: jnp.full((*lead, *a.shape), fill, a.dtype) for name, a in pack.arrays.items()}
 
 
 def leaf(j, i, place, dtype):
@@ -144,9 +141,7 @@ def test_add():
     place, other = pack.places[1][0], pack.places[1][2]
     arrays = arrays_of(pack, 1, fill=1)
     arrays = packing.add_all(arrays, [place], [0], [jnp.full(place.shape, 2.0)], 1)
-    np.testing.assert_array_equal(
-        packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0)
-    )
+    np.testing.assert_array_equal(packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0))
     for p, i in ((place, 0), (place, 2), (other, 0)):
         np.testing.assert_array_equal(packing.read(arrays, p, [0], i), np.ones((3, 2)))
 
@@ -279,9 +274,7 @@ def test_split_leaves_keep_their_pools():
     assert set(Packing.of(owners, tight=True).specs.values()) == {spec}
 
 
-@pytest.mark.parametrize(
-    "shape", [(64, 256), (2, 3, 8, 128), (16, 130), (7,), (1, 512)]
-)
+@pytest.mark.parametrize("shape", [(64, 256), (2, 3, 8, 128), (16, 130), (7,), (1, 512)])
 def test_leaves_in_host_memory_are_cut_into_chunks(shape):
     """A chunk is the same numbers of a leaf wherever the leaf lies: in host memory, in a pool or in a vector."""
     on_host = Packing.of([[Leaf(aval(*shape), 2, on_host=True, chunk=2048)]])
@@ -296,18 +289,12 @@ def test_leaves_in_host_memory_are_cut_into_chunks(shape):
         (place,) = pack.places[0]
         arrays = arrays_of(pack)
         if pack is on_host:
-            kind = jax.sharding.SingleDeviceSharding(
-                jax.devices()[0], memory_kind="pinned_host"
-            )
+            kind = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
             arrays = jax.device_put(arrays, kind)
         for i in range(2):
-            arrays = jax.jit(packing.write, static_argnums=(1, 2, 4))(
-                arrays, place, (), values[i], i
-            )
+            arrays = jax.jit(packing.write, static_argnums=(1, 2, 4))(arrays, place, (), values[i], i)
         for i in range(2):
-            whole = jax.jit(packing.read, static_argnums=(1, 2, 3))(
-                arrays, place, (), i
-            )
+            whole = jax.jit(packing.read, static_argnums=(1, 2, 3))(arrays, place, (), i)
             np.testing.assert_array_equal(whole, values[i])
             if chunks == 1:
                 continue

@@ -28,15 +28,11 @@ def squares(outputs, batch):
 
 def batch_of(size, seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")
-    }
+    return {k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")}
 
 
 def make(layers=(LINEAR,) * 4, **options):
-    defaults = dict(
-        loss=squares, optimizer=optax.sgd(0.1, momentum=0.9), schedule=gpipe(2, 2)
-    )
+    defaults = dict(loss=squares, optimizer=optax.sgd(0.1, momentum=0.9), schedule=gpipe(2, 2))
     return jpipe.Pipeline(layers, **{**defaults, **options})
 
 
@@ -213,9 +209,7 @@ def test_integer_parameters_have_no_gradient():
         def __call__(self, x):
             return x
 
-    with refused(
-        r"layer 1 \(Counts\): parameter \['counts'\] has dtype int32, which has no gradient"
-    ):
+    with refused(r"layer 1 \(Counts\): parameter \['counts'\] has dtype int32, which has no gradient"):
         make([LINEAR, Counts])
 
 
@@ -320,9 +314,7 @@ def test_wrong_batches(name):
 
 def test_a_layer_that_cannot_take_its_input_is_named():
     with refused(r"layer 2 \(Linear\) cannot take float32\[1, 4\]: "):
-        make([LINEAR, LINEAR, functools.partial(nnx.Linear, 5, 4)]).init(
-            KEY, batch_of(2)
-        )
+        make([LINEAR, LINEAR, functools.partial(nnx.Linear, 5, 4)]).init(KEY, batch_of(2))
 
 
 @pytest.mark.parametrize(
@@ -420,9 +412,7 @@ def test_wrong_states(pipe, params):
         lambda s: pipe.step(s, batch),
         lambda s: pipe.predict(s, batch),
     ):
-        with refused(
-            "`state` was donated to an earlier `step`.*Keep the state that step returned"
-        ):
+        with refused("`state` was donated to an earlier `step`.*Keep the state that step returned"):
             use(state)
     for wrong in ({"targets": batch["targets"]}, batch["inputs"]):
         with refused('`batch` must be a dict .*"inputs"'):
@@ -461,9 +451,7 @@ def test_modules_keep_their_weights():
     for module, layer in zip(modules, params):
         np.testing.assert_array_equal(layer["kernel"], module.kernel[...])
     other = pipe.get_params(pipe.init(jax.random.key(1), batch_of(2)))
-    for i, same in enumerate(
-        [True, True, True, False]
-    ):  # a factory's depend on the key
+    for i, same in enumerate([True, True, True, False]):  # a factory's depend on the key
         assert (other[i]["kernel"] == params[i]["kernel"]).all() == same
 
 
@@ -478,9 +466,7 @@ def test_functions_and_uneven_predictions():
     for size in (1, 3, 5):
         x = batch_of(size)["inputs"]
         outputs = pipe.predict(state, {"inputs": x})
-        np.testing.assert_allclose(
-            outputs, np.tanh(x @ w["kernel"] + w["bias"]), rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(outputs, np.tanh(x @ w["kernel"] + w["bias"]), rtol=1e-5, atol=1e-6)
 
 
 def losses(pipe, state, seeds):
@@ -516,16 +502,12 @@ def test_flush_of_a_synchronous_pipeline_changes_nothing(pipe):
 
 def test_partition_by_hand():
     widths = [4, 16, 16, 2]
-    layers = [
-        functools.partial(nnx.Linear, n, m) for n, m in itertools.pairwise(widths)
-    ]
+    layers = [functools.partial(nnx.Linear, n, m) for n, m in itertools.pairwise(widths)]
     batch = {
         "inputs": np.zeros((4, 4), np.float32),
         "targets": np.zeros((4, 2), np.float32),
     }
-    first, second = make(
-        [*layers[:1], jpipe.Function(nnx.relu), *layers[1:]], boundaries=[2]
-    ).partition(batch)
+    first, second = make([*layers[:1], jpipe.Function(nnx.relu), *layers[1:]], boundaries=[2]).partition(batch)
     assert (first.stage, first.device, first.layers) == (0, 0, (0, 2))
     assert (second.stage, second.device, second.layers) == (1, 1, (2, 4))
     assert first.names == ("Linear", "relu") and second.names == ("Linear", "Linear")
@@ -575,13 +557,9 @@ def test_memory_by_hand():
 def test_the_stages_of_a_device_take_what_they_need(schedule, kernels):
     """Four stages on two devices: the first and the last have shapes of their own."""
     widths = [4, 16, 16, 16, 4]
-    layers = [
-        functools.partial(nnx.Linear, n, m) for n, m in itertools.pairwise(widths)
-    ]
+    layers = [functools.partial(nnx.Linear, n, m) for n, m in itertools.pairwise(widths)]
     batch = batch_of(8)
-    pipe = make(
-        layers, schedule=jpipe.schedules.get(schedule)(4, 4), boundaries=[1, 2, 3]
-    )
+    pipe = make(layers, schedule=jpipe.schedules.get(schedule)(4, 4), boundaries=[1, 2, 3])
     plain = make(layers, schedule=gpipe(1, 4))
     states = [p.init(jax.random.key(0), batch) for p in (pipe, plain)]
     for _ in range(3):
@@ -596,9 +574,7 @@ def test_the_stages_of_a_device_take_what_they_need(schedule, kernels):
 
 def test_a_stage_is_placed_where_the_table_says():
     schedule = gpipe(2, 2)
-    table = jpipe.Schedule.from_ticks(
-        "turned", schedule.forward_ticks(), schedule.backward_ticks(), device=[1, 0]
-    )
+    table = jpipe.Schedule.from_ticks("turned", schedule.forward_ticks(), schedule.backward_ticks(), device=[1, 0])
     records = make(schedule=table, boundaries=[1]).partition(batch_of(2))
     assert [(r.stage, r.device, r.layers) for r in records] == [
         (0, 1, (0, 1)),

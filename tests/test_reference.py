@@ -32,9 +32,7 @@ def trained(schedule, num_steps):
     N = schedule.num_microbatches
     plain = oracles.PlainModel(FAMILY.layers, jax.random.key(7))
     batches = FAMILY.batches(num_steps, 2 * N)
-    reference = Reference(
-        FAMILY.layers, cross_entropy, OPTIMIZER, schedule, params=plain.params
-    )
+    reference = Reference(FAMILY.layers, cross_entropy, OPTIMIZER, schedule, params=plain.params)
     losses = [reference.step(batch) for batch in batches]
     return plain, batches, losses, reference.get_params()
 
@@ -43,9 +41,7 @@ def trained(schedule, num_steps):
 @pytest.mark.sampled(3)
 def test_equals_plain_training(name, S, N):
     plain, batches, losses, params = trained(schedule_named(name, S, N), 3)
-    want, _, want_params = oracles.train(
-        plain, plain.params, cross_entropy, OPTIMIZER, batches
-    )
+    want, _, want_params = oracles.train(plain, plain.params, cross_entropy, OPTIMIZER, batches)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     assert_close(params, want_params, "float32")
 
@@ -54,9 +50,7 @@ def test_equals_plain_training(name, S, N):
 def test_equals_the_engine(name, S, N):
     schedule = schedule_named(name, S, N)
     plain, batches, losses, params = trained(schedule, 2)
-    pipe = jpipe.Pipeline(
-        FAMILY.layers, loss=cross_entropy, optimizer=OPTIMIZER, schedule=schedule
-    )
+    pipe = jpipe.Pipeline(FAMILY.layers, loss=cross_entropy, optimizer=OPTIMIZER, schedule=schedule)
     state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)
@@ -72,9 +66,7 @@ def test_what_the_table_does_not_provide_is_missing():
     version = np.where(forward == jpipe.IDLE, forward, 0)
     early = dataclasses.replace(schedule, forward=forward, forward_version=version)
     plain = oracles.PlainModel(FAMILY.layers, jax.random.key(7))
-    reference = Reference(
-        FAMILY.layers, cross_entropy, OPTIMIZER, schedule, params=plain.params
-    )
+    reference = Reference(FAMILY.layers, cross_entropy, OPTIMIZER, schedule, params=plain.params)
     reference.schedule = early  # which `check` would refuse
     with pytest.raises(KeyError, match="activation"):
         reference.step(FAMILY.batches(1, 4)[0])

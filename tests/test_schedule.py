@@ -52,9 +52,7 @@ FIELDS = [f.name for f in dataclasses.fields(Schedule) if f.name != "emulates"]
 CELLS = FIELDS[4:]
 
 
-def paired(
-    num_stages: int, num_microbatches: int, stash: bool, name: str = "paired"
-) -> Schedule:
+def paired(num_stages: int, num_microbatches: int, stash: bool, name: str = "paired") -> Schedule:
     """The asynchronous paired table; `stash`: backward reads what forward read."""
     s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
     forward, backward = m + s, m + 2 * num_stages - 1 - s
@@ -72,9 +70,7 @@ def unit(num_stages: int, num_microbatches: int) -> Schedule:
     """The asynchronous table of unit ticks: F B W in turn on every device."""
     s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
     backward = 3 * m + 3 * num_stages - 2 - s
-    return Schedule.from_ticks(
-        "unit", 3 * m + 2 * s, backward, backward + 1, num_ticks=3 * num_microbatches
-    )
+    return Schedule.from_ticks("unit", 3 * m + 2 * s, backward, backward + 1, num_ticks=3 * num_microbatches)
 
 
 # -- The record -----------------------------------------------------------------------
@@ -100,18 +96,13 @@ def test_the_record_copies_what_it_is_given():
 
 
 def test_sizes():
-    schedule = Schedule.from_text(
-        "1@0 0@0 2@1\n" + ". F0 .\n" + "F0 . .\n" + ". . F0\n"
-    )
+    schedule = Schedule.from_text("1@0 0@0 2@1\n" + ". F0 .\n" + "F0 . .\n" + ". . F0\n")
     assert schedule.num_ticks == 3
     assert schedule.num_columns == 3
     assert schedule.num_stages == 3
     assert schedule.num_devices == 2
     assert schedule.num_microbatches == 1
-    assert repr(schedule) == (
-        "Schedule('table', num_stages=3, num_devices=2, "
-        "num_microbatches=1, num_ticks=3)"
-    )
+    assert repr(schedule) == ("Schedule('table', num_stages=3, num_devices=2, num_microbatches=1, num_ticks=3)")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +170,7 @@ def test_a_record_of_the_wrong_shape_is_refused(change, message):
 @pytest.mark.parametrize("count", [0, -1, 2.0, "4", None, True])
 def test_counts(count):
     check_counts(num_stages=1, num_microbatches=np.int64(3))
-    with pytest.raises(
-        ValueError, match="`num_stages` must be .* Pass 1 or more"
-    ) as info:
+    with pytest.raises(ValueError, match="`num_stages` must be .* Pass 1 or more") as info:
         check_counts(num_stages=count)
     assert f"got {count!r}" in str(info.value)
 
@@ -240,14 +229,12 @@ BROKEN = {
     ),
     "one microbatch on two copies": (
         "0@0 0@1\nF0 F0\nF1 .\n",
-        "tick 0, stage 0, device 1: forward 0 runs twice (also at tick 0 in another column "
-        "of stage 0)",
+        "tick 0, stage 0, device 1: forward 0 runs twice (also at tick 0 in another column of stage 0)",
         "tick 0   F0    [F0]  <-- here",
     ),
     "a backward on another copy": (
         "0@0 0@1\nF0 F1\nB1 B0\nU1 U1\n",
-        "tick 1, stage 0, device 0: backward 1 is not in the column of its forward, which "
-        "has what it needs",
+        "tick 1, stage 0, device 0: backward 1 is not in the column of its forward, which has what it needs",
         "tick 1  [B1]    B0  <-- here",
     ),
     "a microbatch on no copy": (
@@ -257,8 +244,7 @@ BROKEN = {
     ),
     "copies that update apart": (
         "0@0 0@1\nF0 F1\nB0 B1\nU1 .\n. U1\n",
-        "tick 3, stage 0, device 1: update 1 is not in the tick of the other columns of "
-        "stage 0 (tick 2, update 1)",
+        "tick 3, stage 0, device 1: update 1 is not in the tick of the other columns of stage 0 (tick 2, update 1)",
         "tick 3   .     [U1]  <-- here",
     ),
     "an update before another copy's gradient": (
@@ -273,8 +259,7 @@ BROKEN = {
     ),
     "a microbatch of the next minibatch": (
         "0@0 1@1\nF0 .\nF2 F0\n. F1\n",
-        "tick 1, stage 0: forward 2 belongs to a later minibatch; "
-        + "microbatches are at most 1",
+        "tick 1, stage 0: forward 2 belongs to a later minibatch; " + "microbatches are at most 1",
         "tick 1  [F2]    F0  <-- here",
     ),
     "forward twice": (
@@ -608,9 +593,7 @@ def test_delays_of_unit_ticks_are_those_of_pipedreams_runtime(num_stages):
 
 def test_one_version_back_everywhere():
     s, m = np.arange(2), np.arange(4)[:, None]
-    facts = Schedule.from_ticks(
-        "2bw", m + s, m + 3 - s, num_ticks=4, forward_version=-1, backward_version=-1
-    ).facts()
+    facts = Schedule.from_ticks("2bw", m + s, m + 3 - s, num_ticks=4, forward_version=-1, backward_version=-1).facts()
     assert facts.forward_delay.tolist() == facts.backward_delay.tolist() == [1, 1]
     assert facts.weight_versions.tolist() == [2, 2]
 
@@ -620,9 +603,7 @@ def with_copies(num_stages: int, num_microbatches: int):
     replicas = [1 + (s in (0, num_stages - 1)) for s in range(num_stages)]
     if num_microbatches > 1:
         for ticks in ("paired", "unit"):
-            yield jpipe.schedules.pipedream(
-                num_stages, num_microbatches, ticks, replicas=replicas
-            )
+            yield jpipe.schedules.pipedream(num_stages, num_microbatches, ticks, replicas=replicas)
 
 
 def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
@@ -654,9 +635,7 @@ def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
             flying = sum(began[m] <= now <= ended[m] for m in began if m in ended)
             in_flight[s] = max(in_flight[s], flying)
             versions = sum(
-                written[v] < now <= max(last_read.get(v, 0), written[v + 1])
-                for v in written
-                if v + 1 in written
+                written[v] < now <= max(last_read.get(v, 0), written[v + 1]) for v in written if v + 1 in written
             )
             live[s] = max(live[s], versions)
     return in_flight, live
@@ -696,9 +675,7 @@ def test_from_ticks_and_the_ticks_are_inverse():
 
 
 def test_a_synchronous_table_updates_in_its_last_tick():
-    assert Schedule.from_ticks("f", [[0, 1], [1, 2]], [[3, 2], [4, 3]]) == (
-        Schedule.from_text(FLUSH, name="f")
-    )
+    assert Schedule.from_ticks("f", [[0, 1], [1, 2]], [[3, 2], [4, 3]]) == (Schedule.from_text(FLUSH, name="f"))
 
 
 def test_from_ticks_refuses_two_microbatches_in_a_cell():
@@ -714,23 +691,17 @@ def test_from_ticks_refuses_an_update_without_gradients():
 
 
 def test_from_ticks_refuses_a_round_of_no_ticks():
-    with pytest.raises(
-        ValueError, match="`num_ticks` must be an integer of at least 1"
-    ):
+    with pytest.raises(ValueError, match="`num_ticks` must be an integer of at least 1"):
         Schedule.from_ticks("x", [[0]], [[1]], num_ticks=0)
 
 
 def test_from_ticks_refuses_a_flat_list():
-    with pytest.raises(
-        ValueError, match=r"shape \[microbatches, columns\], got \(2,\)"
-    ):
+    with pytest.raises(ValueError, match=r"shape \[microbatches, columns\], got \(2,\)"):
         Schedule.from_ticks("x", [0, 1])
 
 
 def test_few_microbatches_give_one_warning_that_names_the_bubble():
-    with pytest.warns(
-        UserWarning, match="num_microbatches=1 on 2 devices is 50% bubble"
-    ):
+    with pytest.warns(UserWarning, match="num_microbatches=1 on 2 devices is 50% bubble"):
         Schedule.from_ticks("x", [[0, 1]], [[3, 2]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*with num_microbatches")
 MODES = ("lockstep", "dependencies")
 
 
-@pytest.mark.parametrize(
-    "S,N,golden", [(4, 4, 21), (4, 8, 33), (4, 16, 57), (8, 16, 69), (8, 32, 117)]
-)
+@pytest.mark.parametrize("S,N,golden", [(4, 4, 21), (4, 8, 33), (4, 16, 57), (8, 16, 69), (8, 32, 117)])
 def test_golden_makespans(S, N, golden):
     for schedule, mode in itertools.product((gpipe(S, N), one_f_one_b(S, N)), MODES):
         timing = simulate(schedule, mode=mode)
@@ -250,15 +248,11 @@ def test_wrong_input():
     schedule = gpipe(2, 4)
     with pytest.raises(ValueError, match="`backward` must be at least 0, got -1"):
         Costs(backward=-1)
-    with pytest.raises(
-        ValueError, match="`jitter` must be a fraction of a tick.*got -0.1"
-    ):
+    with pytest.raises(ValueError, match="`jitter` must be a fraction of a tick.*got -0.1"):
         Costs(jitter=-0.1)
     with pytest.raises(ValueError, match="`forward` must be at least 0, got .*nan"):
         Costs(forward=[1.0, float("nan")])
-    with pytest.raises(
-        ValueError, match=r"one for each of the 2 stages, got shape \(3,\)"
-    ):
+    with pytest.raises(ValueError, match=r"one for each of the 2 stages, got shape \(3,\)"):
         simulate(schedule, Costs(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match="`mode` must be .* got 'event'"):
         simulate(schedule, mode="event")
@@ -266,9 +260,7 @@ def test_wrong_input():
 
 # -- Copies ---------------------------------------------------------------------------
 
-UNEVEN = Costs(
-    [3.0, 1.0], fused_backward=[6.0, 2.0], transfer=[0.5, 0.0], update=[2.0, 1.0]
-)
+UNEVEN = Costs([3.0, 1.0], fused_backward=[6.0, 2.0], transfer=[0.5, 0.0], update=[2.0, 1.0])
 
 
 def test_copies_in_lockstep():

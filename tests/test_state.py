@@ -26,9 +26,7 @@ def squares(outputs, batch):
 
 def batch_of(size=4, seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")
-    }
+    return {k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")}
 
 
 def make(layers=None, **options):
@@ -70,9 +68,7 @@ def test_without_donation_the_old_state_can_be_used_again(schedule):
     with pytest.raises(AssertionError):
         assert_same(pipe.get_params(once), before)
     with_donation = make(schedule=schedule)
-    assert_same(
-        with_donation.get_params(trained(with_donation)), pipe.get_params(state)
-    )
+    assert_same(with_donation.get_params(trained(with_donation)), pipe.get_params(state))
 
 
 # -- Equal pipelines
@@ -85,9 +81,7 @@ def test_equal_pipelines_share_states(schedule):
     first, second = make(schedule=schedule), make(schedule=schedule)
     state, other = trained(first), trained(second)
     assert state.program is not other.program
-    summed = jax.tree.map(
-        lambda a, b: a if a.dtype == jnp.uint32 else a + b, state, other
-    )
+    summed = jax.tree.map(lambda a, b: a if a.dtype == jnp.uint32 else a + b, state, other)
     assert_same(jax.tree.leaves(summed.round), [np.full(2, 4)])
     assert_same(make(schedule=schedule).get_params(state), first.get_params(state))
     other, _ = second.step(other, batch_of(seed=9))
@@ -117,9 +111,7 @@ OTHERS = {
     "overlap": dict(overlap=True),
     "ties": dict(ties=[[(0, "kernel"), (1, "kernel")]]),
     "number of layers": dict(layers=[LINEAR] * 5),
-    "layers": dict(
-        layers=[LINEAR] * 3 + [lambda rngs: nnx.Linear(4, 4, use_bias=False, rngs=rngs)]
-    ),
+    "layers": dict(layers=[LINEAR] * 3 + [lambda rngs: nnx.Linear(4, 4, use_bias=False, rngs=rngs)]),
     "loss": dict(loss=squares_twice),
     "optimizer": dict(optimizer=optax.adam(0.2)),
 }
@@ -214,8 +206,7 @@ def test_orbax_restores_a_state_into_an_equal_pipeline(schedule, tmp_path):
 def test_pictures_of_a_pipeline_and_a_state():
     pipe = make(boundaries=None)
     assert repr(pipe) == (
-        "Pipeline(gpipe: 2 stages of 4 layers, balanced by flops, 2 microbatches, on 2 cpu "
-        "devices, stage=2)"
+        "Pipeline(gpipe: 2 stages of 4 layers, balanced by flops, 2 microbatches, on 2 cpu devices, stage=2)"
     )
     state = pipe.init(KEY, batch_of())
     assert "boundaries [2]" in repr(pipe)
@@ -233,9 +224,7 @@ def test_transformations_are_refused():
         with refused(message):
             jax.jit(getattr(pipe, method))(state, batch_of())
     with refused("`Pipeline.step` is called inside a transformation"):
-        jax.grad(lambda x: pipe.step(state, {**batch_of(), "inputs": x})[1]["loss"])(
-            batch_of()["inputs"]
-        )
+        jax.grad(lambda x: pipe.step(state, {**batch_of(), "inputs": x})[1]["loss"])(batch_of()["inputs"])
 
 
 @pytest.mark.exhaustive
@@ -288,9 +277,7 @@ def test_only_init_fixes_the_cut():
 # -- Arrays that a user has changed
 
 
-@pytest.mark.parametrize(
-    "field", [f.name for f in dataclasses.fields(jpipe.PipelineState)]
-)
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(jpipe.PipelineState)])
 def test_a_state_whose_arrays_were_changed_is_refused(field):
     pipe = make(schedule=pipemare(2, 2))
     state = pipe.init(KEY, batch_of())

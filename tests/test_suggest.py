@@ -29,9 +29,7 @@ def test_the_nearest_word(word, suggestion):
     assert did_you_mean(word, KNOWN, ALIASES) == f" Did you mean {suggestion!r}?"
 
 
-@pytest.mark.parametrize(
-    "word", ["x", "", "--", "learning_rate", 3, None, "gpipe" * 99]
-)
+@pytest.mark.parametrize("word", ["x", "", "--", "learning_rate", 3, None, "gpipe" * 99])
 def test_no_word_is_near(word):
     assert did_you_mean(word, KNOWN, ALIASES) == ""
 
@@ -57,9 +55,7 @@ def public_calls():
             value = getattr(module, name)
             if isinstance(value, type):
                 record = hasattr(value, "_fields") or issubclass(value, Exception)
-                abstract = inspect.isabstract(value) or getattr(
-                    value, "_is_protocol", False
-                )
+                abstract = inspect.isabstract(value) or getattr(value, "_is_protocol", False)
                 if record or abstract or name.endswith(("Record", "Memory")):
                     continue
             elif not inspect.isfunction(value):

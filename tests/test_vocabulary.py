@@ -88,9 +88,7 @@ def test_large_logits_do_not_overflow():
     np.testing.assert_allclose(run(logits), want, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "use", [jnp.mean, lambda logits: logits.mean(), lambda logits: jnp.exp(logits)]
-)
+@pytest.mark.parametrize("use", [jnp.mean, lambda logits: logits.mean(), lambda logits: jnp.exp(logits)])
 def test_other_functions_refuse_split_logits(use):
     logits = vocabulary.SplitLogits(jnp.ones((2, 3)), V, "stage", 4)
     assert (logits.shape, logits.ndim) == ((2, V), 2)

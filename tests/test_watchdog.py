@@ -228,9 +228,7 @@ def test_shares_are_compared_with_their_like():
 
 def test_a_process_that_ended_keeps_no_other_waiting():
     found = difference(lines_of(["init", 0, "evaluate"], ["init", 0], left=[1]))
-    start = (
-        "process 1 ended after 2 calls, and the next one, of process 0, waits for it"
-    )
+    start = "process 1 ended after 2 calls, and the next one, of process 0, waits for it"
     assert found.startswith(start)
 
 
@@ -252,9 +250,7 @@ def test_strangers_keep_no_process_out():
     threads = [threading.Thread(target=connect, args=(p,)) for p in (1, 2)]
     for thread in threads:
         thread.start()
-    accepted = _watchdog.accept(
-        server, address, 2, seconds=4.0
-    )  # less than a hello may take
+    accepted = _watchdog.accept(server, address, 2, seconds=4.0)  # less than a hello may take
     for thread in threads:
         thread.join()
     assert sorted(accepted) == [1, 2] and None not in connected.values()
@@ -331,10 +327,7 @@ def run(tmp_path, fault, process, count=3):
     ended = time.time()
     text = done.stdout + done.stderr
     faults = [float(t) for t in re.findall(r"fault at ([\d.]+)", text)]
-    of_process = [
-        "\n".join(re.findall(rf"^\[{p}\] (.*)$", text, flags=re.M))
-        for p in range(count)
-    ]
+    of_process = ["\n".join(re.findall(rf"^\[{p}\] (.*)$", text, flags=re.M)) for p in range(count)]
     return of_process, done.returncode, ended - min(faults, default=ended)
 
 
@@ -355,8 +348,7 @@ FAULTS = {
     "fault, process",
     [
         (fault, process)
-        if (fault, process)
-        in [("kill", 0), ("raise", 1), ("sleep", 1), ("call alone", 0)]
+        if (fault, process) in [("kill", 0), ("raise", 1), ("sleep", 1), ("call alone", 0)]
         else pytest.param(fault, process, marks=pytest.mark.slow)
         for fault in FAULTS
         for process in (0, 1)

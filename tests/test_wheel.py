@@ -15,16 +15,12 @@ from pages import ROOT, blocks
 pytestmark = pytest.mark.slow
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-VERSION = re.search(
-    r'^__version__ = "(.*)"$', (ROOT / "jpipe" / "__init__.py").read_text(), flags=re.M
-)[1]
+VERSION = re.search(r'^__version__ = "(.*)"$', (ROOT / "jpipe" / "__init__.py").read_text(), flags=re.M)[1]
 
 
 def call(*words, cwd, **options):
     variables = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("XLA_FLAGS", "PYTHONPATH", "VIRTUAL_ENV")
+        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "PYTHONPATH", "VIRTUAL_ENV")
     }
     result = subprocess.run(
         [str(word) for word in words],

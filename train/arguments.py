@@ -28,9 +28,7 @@ def sizes(text: str) -> tuple[float, ...]:
 def count(text: str) -> int:
     """Reads a whole number of at least 1."""
     if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1, got {shown(text)}."
-        )
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {shown(text)}.")
     return int(text)
 
 

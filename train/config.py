@@ -128,9 +128,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_microbatches"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
-        _check(
-            self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
-        )
+        _check(self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0")
         if self.delays is not None and len(self.delays) != self.num_stages:
             raise ValueError(
                 f"`delays` must have one number for each of the `num_stages={self.num_stages}` stages, got "
@@ -155,9 +153,7 @@ class PipelineConfig:
             "accumulate_dtype": self.sum_dtype(),
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
             "compress_messages": self.message_compressors(),
-            "accumulate_gradients": _compressor(
-                "accumulate_gradients", self.accumulate_gradients
-            ),
+            "accumulate_gradients": _compressor("accumulate_gradients", self.accumulate_gradients),
         }
 
     def sum_dtype(self) -> str | None:
@@ -171,9 +167,7 @@ class PipelineConfig:
           ValueError: if a text names no compressor.
         """
         activations = _compressor("compress_messages", self.compress_messages)
-        gradients = _compressor(
-            "compress_message_gradients", self.compress_message_gradients
-        )
+        gradients = _compressor("compress_message_gradients", self.compress_message_gradients)
         if gradients is None:
             return activations
         both = {"activations": activations, "gradients": gradients}
@@ -202,9 +196,7 @@ class PipelineConfig:
         # GPipe warns about its bubble, but runs for the first steps only.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            gpipe = jpipe.schedules.gpipe(
-                table.num_stages, table.num_microbatches, table.replicas
-            )
+            gpipe = jpipe.schedules.gpipe(table.num_stages, table.num_microbatches, table.replicas)
         return jpipe.schedules.emulated(gpipe) if self.on_one_device else gpipe
 
     @property
@@ -313,9 +305,7 @@ class MeshConfig:
         except jpipe.vocabulary.VocabularyError as error:
             rules = [n for n, to in self.rules.items() if "stage" in (_axes(to) or ())]
             words = " ".join(f"--config.mesh.rules.{name}=none" for name in rules)
-            raise ValueError(
-                f"{error} In this script leave it out by `{words}`."
-            ) from error
+            raise ValueError(f"{error} In this script leave it out by `{words}`.") from error
 
     def options_of_pipeline(self) -> dict[str, Any]:
         """Further arguments of `jpipe.Pipeline` that this section sets."""
@@ -428,9 +418,7 @@ class OptimizerConfig:
             b = self.prediction_decay
             _check(0 < b < 1, self, "prediction_decay", "must lie between 0 and 1")
             if not self.predict_weights:
-                raise ValueError(
-                    f"`prediction_decay` is for `predict_weights=true`, got {b} without it. Set it too."
-                )
+                raise ValueError(f"`prediction_decay` is for `predict_weights=true`, got {b} without it. Set it too.")
         _check(self.adam_rate > 0, self, "adam_rate", "must be above 0")
         for name in ("delay_compensation", "error_feedback"):
             if getattr(self, name) is not None:
@@ -438,9 +426,7 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
 
-    def learning_rate_schedule(
-        self, num_steps: int, peak: Any = None
-    ) -> optax.Schedule:
+    def learning_rate_schedule(self, num_steps: int, peak: Any = None) -> optax.Schedule:
         """A function from step to learning rate, for a run of `num_steps`.
 
         Args:
@@ -461,9 +447,7 @@ class OptimizerConfig:
         rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
         return optax.join_schedules([rise, decay], [warmup])
 
-    def transform(
-        self, num_steps: int, peak: Any = None
-    ) -> optax.GradientTransformation:
+    def transform(self, num_steps: int, peak: Any = None) -> optax.GradientTransformation:
         """The Optax chain, for a run of `num_steps`; `peak` is that of `learning_rate_schedule`."""
         rate = self.learning_rate_schedule(num_steps, peak)
         decayed = optax.add_decayed_weights(self.weight_decay, mask=_decays)
@@ -523,7 +507,8 @@ class OptimizerConfig:
         """
         if self.name not in ("adamw", "nadamw", "sgd"):
             raise ValueError(
-                f"`stability` knows the stable range of sgd, adamw and nadamw, got the optimizer {self.name!r}, whose steps "
+                f"`stability` knows the stable range of sgd, adamw and nadamw, got the optimizer {self.name!r}, whose "
+                "steps "
                 "are not the gradient times a fixed scale. Leave `stability` out."
             )
         return self.momentum, self.name != "adamw", self.name != "sgd"
@@ -534,9 +519,7 @@ class OptimizerConfig:
         predicted: Any = jpipe.optim.predicted_params
         if self.prediction_decay is not None:
             b = self.prediction_decay
-            predicted = functools.partial(
-                predicted, horizon=lambda delay: b * (1 - b**delay) / (1 - b)
-            )
+            predicted = functools.partial(predicted, horizon=lambda delay: b * (1 - b**delay) / (1 - b))
         return {
             "forward_params": predicted if predicts else None,
             "backward_params": jpipe.optim.corrected_params if corrects else None,

@@ -51,9 +51,7 @@ class Dataset(NamedTuple):
     bytes_per_label: float | None = None
 
 
-def shuffled(
-    examples: Examples, batch_size: int, seed: int, first: int = 0
-) -> Iterator[Batch]:
+def shuffled(examples: Examples, batch_size: int, seed: int, first: int = 0) -> Iterator[Batch]:
     """Yields batches without end, with every example at most once per epoch.
 
     The order depends on the seed and the epoch. The variation of the examples depends on
@@ -96,9 +94,7 @@ def in_order(examples: Examples, batch_size: int) -> Iterator[Batch]:
         yield examples.batch(np.arange(start, stop), None)
 
 
-def shares(
-    batches: Iterable[Batch], rows_of: Callable[[int], np.ndarray]
-) -> Iterator[Batch]:
+def shares(batches: Iterable[Batch], rows_of: Callable[[int], np.ndarray]) -> Iterator[Batch]:
     """Yields the rows of each batch that one of several processes gives.
 
     Every process draws the same batches, so the rows of all processes together are the batch

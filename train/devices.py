@@ -73,16 +73,12 @@ def _replace_incomplete_entries() -> None:
 
     def remove_and_show(message, category, filename, lineno, file=None, line=None):
         if str(message).startswith("Error reading persistent compilation cache"):
-            for entry in pathlib.Path(jax.config.jax_compilation_cache_dir).glob(
-                "*-cache"
-            ):
+            for entry in pathlib.Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
                 # Another process may remove it at the same time.
                 with contextlib.suppress(OSError):
                     if not _is_complete(entry.read_bytes()):
                         entry.unlink()
-            message = (
-                f"{message}. The program is compiled again, and its entry is replaced."
-            )
+            message = f"{message}. The program is compiled again, and its entry is replaced."
         show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = remove_and_show
@@ -107,9 +103,7 @@ def _is_complete(entry: bytes) -> bool:
     return True
 
 
-def check_devices(
-    num_devices: int, data: int = 1, model: int = 1, fsdp: int = 1
-) -> None:
+def check_devices(num_devices: int, data: int = 1, model: int = 1, fsdp: int = 1) -> None:
     """Checks that JAX has as many devices as a run needs.
 
     Args:
@@ -142,8 +136,7 @@ def check_devices(
         fewer, most = "replicas", max(len(devices) // replica_devices, 1)
         option = f"--config.mesh.data={most}"
     raise ValueError(
-        f"the schedule needs {needed}, got {len(devices)} ({kind}). "
-        f"{remedy}, or use fewer {fewer}: {option}."
+        f"the schedule needs {needed}, got {len(devices)} ({kind}). {remedy}, or use fewer {fewer}: {option}."
     )
 
 

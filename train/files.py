@@ -14,8 +14,7 @@ def read_bytes(path: pathlib.Path) -> bytes:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no file or directory `{path}`. Check the path; relative paths "
-            f"start at `{pathlib.Path.cwd()}`."
+            f"there is no file or directory `{path}`. Check the path; relative paths start at `{pathlib.Path.cwd()}`."
         )
     content = path.read_bytes()
     if path.suffix != ".gz":

@@ -36,9 +36,7 @@ _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
 _UNIONS = (typing.Union, types.UnionType)
 
 
-def parse(
-    arguments: Sequence[str], config_class: type, others: Sequence[str] = ()
-) -> tuple[str, Any]:
+def parse(arguments: Sequence[str], config_class: type, others: Sequence[str] = ()) -> tuple[str, Any]:
     """Reads the configuration that a command line names.
 
     Args:
@@ -76,10 +74,7 @@ def parse(
         else:
             _insert(overrides, flag, value)
     if path is None:
-        raise ValueError(
-            "no configuration. Name a file: `--config configs/quickstart.py`; "
-            "`--help` shows more."
-        )
+        raise ValueError("no configuration. Name a file: `--config configs/quickstart.py`; `--help` shows more.")
     name, config = _load(path, config_class)
     return name, override(config, overrides)
 
@@ -119,10 +114,7 @@ def _load(path: str, config_class: type) -> tuple[str, Any]:
         return _load_json(path, config_class)
     if path.endswith(".py"):
         return pathlib.Path(path).stem, _load_python(path, config_class)
-    raise ValueError(
-        f"a configuration is a Python file (.py) or the `config.json` of a run, got "
-        f"`{path}`."
-    )
+    raise ValueError(f"a configuration is a Python file (.py) or the `config.json` of a run, got `{path}`.")
 
 
 def _file(name: str) -> str:
@@ -132,9 +124,7 @@ def _file(name: str) -> str:
       FileNotFoundError: if there is none; lists those that there are.
     """
     path = pathlib.Path(name)
-    places = (
-        [path] if path.parent.name or path.is_absolute() else [path, CONFIGS / path]
-    )
+    places = [path] if path.parent.name or path.is_absolute() else [path, CONFIGS / path]
     for place in places:
         for file in (place, place.with_name(f"{place.name}.py")):
             if file.is_file():
@@ -160,14 +150,10 @@ def _load_python(path: str, config_class: type) -> Any:
     except (Exception, SystemExit) as error:  # the file may do anything
         raise ValueError(f"{_location(error, path)}: {_reason(error)}") from error
     if not hasattr(module, "get_config"):
-        raise ValueError(
-            f"`{path}`: it must define `get_config()`, which returns a "
-            f"{config_class.__name__}."
-        )
+        raise ValueError(f"`{path}`: it must define `get_config()`, which returns a {config_class.__name__}.")
     if not isinstance(config, config_class):
         raise ValueError(
-            f"`{path}`: `get_config()` must return a {config_class.__name__}, got "
-            f"{type(config).__name__}."
+            f"`{path}`: `get_config()` must return a {config_class.__name__}, got {type(config).__name__}."
         )
     return config
 
@@ -200,7 +186,8 @@ def _load_json(path: str, config_class: type) -> tuple[str, Any]:
     checksum = values.pop(_CHECKSUM, None)
     if checksum not in (None, _checksum(values)):
         raise ValueError(
-            f"`{path}` is not what training wrote: its `{_CHECKSUM}` does not fit the options. It was damaged, or edited. "
+            f"`{path}` is not what training wrote: its `{_CHECKSUM}` does not fit the options. It was damaged, or "
+            "edited. "
             f"Change options on the command line, or remove the entry `{_CHECKSUM}` if you mean the edit."
         )
     name = values.pop("name", pathlib.Path(path).stem)
@@ -219,9 +206,7 @@ def _from_json(value: Any, hint: Any, where: str) -> Any:
         names = [section.__name__ for section in sections]
         kind = fields.pop("type", None)
         if kind not in names:
-            raise ValueError(
-                f"`{prefix}type` must be {_either(names)}, got {shown(kind)}."
-            )
+            raise ValueError(f"`{prefix}type` must be {_either(names)}, got {shown(kind)}.")
         section = sections[names.index(kind)]
         hints = typing.get_type_hints(section)
         for name in fields:
@@ -231,10 +216,7 @@ def _from_json(value: Any, hint: Any, where: str) -> Any:
                     f"{did_you_mean(name, list(hints))}"
                     f"{_listing(f' {kind} has: ', hints)}"
                 )
-        values = {
-            name: _from_json(item, hints[name], prefix + name)
-            for name, item in fields.items()
-        }
+        values = {name: _from_json(item, hints[name], prefix + name) for name, item in fields.items()}
         return section(**values)
     if not _fits(value, hint):
         raise ValueError(f"`{where}` must be {_name(hint)}, got {shown(value)}.")
@@ -286,15 +268,12 @@ def override(
         here = f"{flag}.{name}"
         if name not in hints:
             depth = here.count(".")
-            moved = [
-                k for k in known if k.count(".") == depth and k.endswith(f".{name}")
-            ]
+            moved = [k for k in known if k.count(".") == depth and k.endswith(f".{name}")]
             guess = did_you_mean(name, list(hints))
             if moved:
                 guess = f" Did you mean `{moved[0]}`?"
             raise ValueError(
-                f"unknown option `{shortened(here, 200)}`.{guess}"
-                f"{_listing(f' {type(config).__name__} has: ', hints)}"
+                f"unknown option `{shortened(here, 200)}`.{guess}{_listing(f' {type(config).__name__} has: ', hints)}"
             )
         old, hint = getattr(config, name), hints[name]
         if isinstance(value, dict):
@@ -303,10 +282,7 @@ def override(
                 changes[name] = old | {k: literal(v) for k, v in value.items()}
                 continue
             if not dataclasses.is_dataclass(old):
-                raise ValueError(
-                    f"`{here}` has no fields, got `{here}.{next(iter(value))}`. "
-                    f"Write `{here}=VALUE`."
-                )
+                raise ValueError(f"`{here}` has no fields, got `{here}.{next(iter(value))}`. Write `{here}=VALUE`.")
             if chosen is not None:
                 old = _read(chosen, hint, here)
             changes[name] = override(old, value, here, known)
@@ -355,8 +331,7 @@ def to_json(config: Any) -> dict[str, Any]:
     """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {"type": type(config).__name__} | {
-        name: to_json(value) if dataclasses.is_dataclass(value) else value
-        for name, value in values.items()
+        name: to_json(value) if dataclasses.is_dataclass(value) else value for name, value in values.items()
     }
 
 
@@ -375,12 +350,9 @@ def usage(config_class: type, config: Any = None, flag: str = "--config") -> str
                 choice = f"  {name}={section.__name__} has\n" if sections[1:] else ""
                 parts.append(choice + usage(section, None, name))
         else:
-            shown = (
-                f"{'default' if config is None else 'now'} {_text(value) or 'empty'}"
-            )
+            shown = f"{'default' if config is None else 'now'} {_text(value) or 'empty'}"
             parts.append(
-                f"  {name}: {_name(hint)}; {shown}\n"
-                + textwrap.indent(textwrap.fill(docs[field.name], 80), " " * 6)
+                f"  {name}: {_name(hint)}; {shown}\n" + textwrap.indent(textwrap.fill(docs[field.name], 80), " " * 6)
             )
     return "\n".join(parts)
 
@@ -402,16 +374,11 @@ def _read(text: str, hint: Any, flag: str) -> Any:
     """`text` as a value of the type `hint`."""
     choices = _dataclasses(hint)
     if len(choices) == 1:
-        raise ValueError(
-            f"`{flag}` is a section, got {shown(text)}. Set its fields: `{flag}.FIELD=VALUE`."
-        )
+        raise ValueError(f"`{flag}` is a section, got {shown(text)}. Set its fields: `{flag}.FIELD=VALUE`.")
     if choices:
         names = [choice.__name__ for choice in choices]
         if text not in names:
-            raise ValueError(
-                f"`{flag}` must be {_either(names)}, got {shown(text)}."
-                f"{did_you_mean(text, names)}"
-            )
+            raise ValueError(f"`{flag}` must be {_either(names)}, got {shown(text)}.{did_you_mean(text, names)}")
         return choices[names.index(text)]()
     if typing.get_origin(hint) in _UNIONS:
         if text.lower() == "none":
@@ -421,10 +388,7 @@ def _read(text: str, hint: Any, flag: str) -> Any:
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if text not in allowed:
-            raise ValueError(
-                f"`{flag}` must be {_either(allowed)}, got {shown(text)}."
-                f"{did_you_mean(text, allowed)}"
-            )
+            raise ValueError(f"`{flag}` must be {_either(allowed)}, got {shown(text)}.{did_you_mean(text, allowed)}")
         return text
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
@@ -433,21 +397,17 @@ def _read(text: str, hint: Any, flag: str) -> Any:
             return tuple(item(word) for word in words if word)
         except ValueError:
             raise ValueError(
-                f"`{flag}` must be {_name(hint)}, got {shown(text)}. "
-                f"Write it like `{flag}=3,6,9`."
+                f"`{flag}` must be {_name(hint)}, got {shown(text)}. Write it like `{flag}=3,6,9`."
             ) from None
     if typing.get_origin(hint) is dict:
-        raise ValueError(
-            f"`{flag}` takes one entry per option: `{flag}.KEY=VALUE`, got {shown(text)}."
-        )
+        raise ValueError(f"`{flag}` takes one entry per option: `{flag}.KEY=VALUE`, got {shown(text)}.")
     try:
         if hint is bool:
             return {"true": True, "false": False}[text.lower()]
         return hint(text)
     except (KeyError, ValueError):
         raise ValueError(
-            f"`{flag}` must be {_name(hint)}, got {shown(text)}. "
-            f"Write it like `{flag}={_EXAMPLES[hint]}`."
+            f"`{flag}` must be {_name(hint)}, got {shown(text)}. Write it like `{flag}={_EXAMPLES[hint]}`."
         ) from None
 
 

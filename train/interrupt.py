@@ -37,9 +37,7 @@ class Interrupt:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "Interrupt":
-        self._previous = {
-            number: signal.signal(number, self._take) for number in _SIGNALS
-        }
+        self._previous = {number: signal.signal(number, self._take) for number in _SIGNALS}
         return self
 
     def __exit__(
@@ -67,9 +65,7 @@ class Interrupt:
         self.signal = signal.Signals(number)
         again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
         cause = "" if number == signal.SIGINT else f"{self.signal.name}: "
-        _say(
-            f"{self._program}: {cause}stopping after this step; {again} stops at once."
-        )
+        _say(f"{self._program}: {cause}stopping after this step; {again} stops at once.")
 
 
 def leave_on_interrupt(message: str) -> None:

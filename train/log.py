@@ -102,9 +102,7 @@ class Log:
         self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = self.last_held_out = 0
         if resumed is not None:
-            self._losses, self._gradient_norms = (
-                list(resumed[name]) for name in ("losses", "gradient_norms")
-            )
+            self._losses, self._gradient_norms = (list(resumed[name]) for name in ("losses", "gradient_norms"))
             self._skipped = resumed["skipped"]
             self._steps_without_update = resumed["steps_without_update"]
             self.last_step, self._last_line = resumed["last_step"], resumed["last_line"]
@@ -262,10 +260,7 @@ class Log:
             words.append(f"updates skipped, gradients not finite: {self._skipped}")
         if self._compression:
             record["compression"] = self._compression
-            words += [
-                f"{name.replace('_', ' ')} {value:.3g}"
-                for name, value in self._compression.items()
-            ]
+            words += [f"{name.replace('_', ' ')} {value:.3g}" for name, value in self._compression.items()]
         num_bytes = peak_memory_bytes()
         if num_bytes is not None:
             record["peak_memory_bytes"] = num_bytes
@@ -368,7 +363,8 @@ class Log:
             self._file.close()
             self._file = anew
             self._warn(
-                f"step {self.last_step}: the log `{self._path}` was removed, and its records up to here are lost. Training "
+                f"step {self.last_step}: the log `{self._path}` was removed, and its records up to here are lost. "
+                "Training "
                 "goes on with a new log."
             )
         while self._unwritten:
@@ -406,8 +402,7 @@ class Log:
             # What is still in the buffer would raise again when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             self._warn(
-                f"step {self.last_step}: cannot write to standard output: "
-                f"{error.strerror or error}. Training goes on."
+                f"step {self.last_step}: cannot write to standard output: {error.strerror or error}. Training goes on."
             )
 
 

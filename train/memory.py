@@ -5,11 +5,12 @@
     python train/memory.py --config configs/quickstart.py --device 3 --csv memory.csv --json memory.json
     python train/memory.py --config configs/quickstart.py --profile --to-host 16GB/s
 
-The step is compiled for the devices that are here and does not run. Bytes are those of one device of the pipeline: by use at the moment
-at which most bytes hold something, and the largest arrays then. Times are ticks of the schedule; with `--profile` each layer is measured
-and they are seconds. `--to-host` lists the arrays that could leave for the host between two accesses and be back in time, at a rate in
-bytes per second; it needs `--profile`. `--save` draws bytes by use, a chart of the blocks, and the intervals between accesses. The exit
-code is 0, or 2 if an option or a file is wrong.
+The step is compiled for the devices that are here and does not run. Bytes are those of one device of the pipeline: by
+use at the moment at which most bytes hold something, and the largest arrays then. Times are ticks of the schedule; with
+`--profile` each layer is measured and they are seconds. `--to-host` lists the arrays that could leave for the host
+between two accesses and be back in time, at a rate in bytes per second; it needs `--profile`. `--save` draws bytes by
+use, a chart of the blocks, and the intervals between accesses. The exit code is 0, or 2 if an option or a file is
+wrong.
 """
 
 import argparse
@@ -41,18 +42,14 @@ def rate(text: str) -> float:
 def position(text: str) -> int:
     """Reads a whole number of at least 0."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 0, got {shown(text)}."
-        )
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 0, got {shown(text)}.")
     return int(text)
 
 
 def picture(text: str) -> str:
     """Reads the name of a picture."""
     if pathlib.Path(text).suffix not in (".svg", ".png", ".pdf"):
-        raise argparse.ArgumentTypeError(
-            f"must end in .svg, .png or .pdf, got {shown(text)}."
-        )
+        raise argparse.ArgumentTypeError(f"must end in .svg, .png or .pdf, got {shown(text)}.")
     return text
 
 
@@ -70,21 +67,11 @@ def parser() -> Parser:
         default=0,
         help='which device: a position along the axis "stage"',
     )
-    result.add_argument(
-        "--profile", action="store_true", help="measure layers, and show seconds"
-    )
-    result.add_argument(
-        "--to-host", type=rate, help="bytes per second to the host, such as 16GB/s"
-    )
-    result.add_argument(
-        "--to-device", type=rate, help="bytes per second back; default: as `--to-host`"
-    )
-    result.add_argument(
-        "--top", type=count, default=12, help="number of arrays to print"
-    )
-    result.add_argument(
-        "--save", type=picture, metavar="FILE", help="draw into this file"
-    )
+    result.add_argument("--profile", action="store_true", help="measure layers, and show seconds")
+    result.add_argument("--to-host", type=rate, help="bytes per second to the host, such as 16GB/s")
+    result.add_argument("--to-device", type=rate, help="bytes per second back; default: as `--to-host`")
+    result.add_argument("--top", type=count, default=12, help="number of arrays to print")
+    result.add_argument("--save", type=picture, metavar="FILE", help="draw into this file")
     result.add_argument(
         "--panels",
         type=lambda text: text.split(","),
@@ -104,13 +91,9 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(rest)
     try:
         if args.config is None:
-            raise ValueError(
-                "name a configuration: `--config configs/quickstart.py`. `--help` shows more."
-            )
+            raise ValueError("name a configuration: `--config configs/quickstart.py`. `--help` shows more.")
         if args.to_host is not None and not args.profile:
-            raise ValueError(
-                "`--to-host` compares transfers with seconds between accesses: add `--profile`."
-            )
+            raise ValueError("`--to-host` compares transfers with seconds between accesses: add `--profile`.")
         if args.to_device is not None and args.to_host is None:
             raise ValueError("`--to-device` goes with `--to-host`: add it.")
         return show(args, ["--config", args.config, *overrides])

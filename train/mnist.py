@@ -55,9 +55,7 @@ class MNIST:
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_shift < 28:
-            raise ValueError(
-                f"`max_shift` must be from 0 to 27 pixels, got {self.max_shift}."
-            )
+            raise ValueError(f"`max_shift` must be from 0 to 27 pixels, got {self.max_shift}.")
 
     def load(self) -> Dataset:
         """Reads the images and compares their files with the official checksums.
@@ -118,9 +116,7 @@ class Images:
         white = images.astype(np.float32) / 255
         return {"inputs": _normalised(white), "labels": labels}
 
-    def _shifted(
-        self, indices: np.ndarray, rng: np.random.Generator | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _shifted(self, indices: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray]:
         """Images uint8 `[B, H, W]`, moved in training, and labels int32 `[B]`."""
         images = self.images[indices]
         if rng is not None and self.max_shift:
@@ -200,15 +196,12 @@ def read_official(directory: str) -> _Arrays:
       ValueError: if a file is not the official one.
     """
     train_images, train_labels, test_images, test_labels = (
-        _read_idx(pathlib.Path(directory), name, sha256, shape)
-        for name, (sha256, shape) in _OFFICIAL.items()
+        _read_idx(pathlib.Path(directory), name, sha256, shape) for name, (sha256, shape) in _OFFICIAL.items()
     )
     return train_images, train_labels, test_images, test_labels
 
 
-def _read_idx(
-    directory: pathlib.Path, name: str, sha256: str, shape: tuple[int, ...]
-) -> np.ndarray:
+def _read_idx(directory: pathlib.Path, name: str, sha256: str, shape: tuple[int, ...]) -> np.ndarray:
     for path in (directory / name, directory / f"{name}.gz"):
         if path.is_file():
             break
@@ -223,10 +216,7 @@ def _read_idx(
         try:
             content = gzip.decompress(content)
         except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(
-                f"`{path}` cannot be unpacked ({error}): it is damaged. Download it "
-                "again."
-            ) from error
+            raise ValueError(f"`{path}` cannot be unpacked ({error}): it is damaged. Download it again.") from error
     _check_sha256(path, content, sha256)
     return np.frombuffer(content, np.uint8)[-int(np.prod(shape)) :].reshape(shape)
 

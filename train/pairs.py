@@ -36,9 +36,7 @@ class Pairs:
         if self.seq_len < 2:
             raise ValueError(f"`seq_len` must be at least 2, got {self.seq_len}.")
         if not 0 < self.test_fraction < 1:
-            raise ValueError(
-                f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}."
-            )
+            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
 
     def load(self) -> Dataset:
         """Reads the pairs and splits off the held-out ones.

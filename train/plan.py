@@ -4,8 +4,8 @@
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
     python train/plan.py --config configs/quickstart.py --devices 4 --microbatches 8 --tensor --save configs/planned.py
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
-    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
-    python train/plan.py --graph bert.json --format placement --solver ideals --json
+    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths
+    1e10,1.25e9 python train/plan.py --graph bert.json --format placement --solver ideals --json
     python -m jpipe.launch -n 2 --devices 4 train/plan.py --config configs/quickstart.py --devices 4
 
 With `--config`, the program measures every kind of layer and predicts the time and memory of
@@ -16,8 +16,9 @@ configuration that `train/train.py` runs. Options of the configuration can be ch
 something has changed. With several processes, the first one measures the layers on its own devices,
 all of them measure messages, and the first one decides, prints and writes.
 
-With `--tensor` the stages of a plan may also be groups of devices that split every operator, by a strategy that is searched for each
-size of groups and microbatches. `--save configs/planned.py` then writes the strategy beside it, `configs/planned.strategy.json`.
+With `--tensor` the stages of a plan may also be groups of devices that split every operator, by a strategy that is
+searched for each size of groups and microbatches. `--save configs/planned.py` then writes the strategy beside it,
+`configs/planned.strategy.json`.
 
 With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
 bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
@@ -66,12 +67,8 @@ def parser() -> Parser:
     )
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
-    model.add_argument(
-        "--save", metavar="FILE", help="write the best plan as a configuration"
-    )
-    model.add_argument(
-        "--microbatches", type=counts, help="numbers of microbatches to try, as 4,8,16"
-    )
+    model.add_argument("--save", metavar="FILE", help="write the best plan as a configuration")
+    model.add_argument("--microbatches", type=counts, help="numbers of microbatches to try, as 4,8,16")
     model.add_argument(
         "--asynchronous",
         action="store_true",
@@ -108,12 +105,8 @@ def parser() -> Parser:
         type=sizes,
         help="bytes per second of the levels, as 1e10,1.25e9",
     )
-    graph.add_argument(
-        "--cost-model", choices=("pipedream-repo", "sosp19"), help="for `pipedream`"
-    )
-    graph.add_argument(
-        "--straight", action="store_true", help="no replicas; for `pipedream`"
-    )
+    graph.add_argument("--cost-model", choices=("pipedream-repo", "sosp19"), help="for `pipedream`")
+    graph.add_argument("--straight", action="store_true", help="no replicas; for `pipedream`")
     graph.add_argument("--hosts", type=count, help="number of host processors")
     graph.add_argument(
         "--non-contiguous",
@@ -141,7 +134,8 @@ def main(argv: list[str]) -> int:
                 raise ValueError(f"`{overrides[0]}` is an option of a configuration.")
             if args.tensor:
                 raise ValueError(
-                    "`--tensor` splits the operators of a model: name a configuration, `--config configs/quickstart.py`, and "
+                    "`--tensor` splits the operators of a model: name a configuration, `--config "
+                    "configs/quickstart.py`, and "
                     "no graph."
                 )
             return plan_graph(args)
@@ -172,8 +166,7 @@ def plan_graph(args: argparse.Namespace) -> int:
             "solver": args.solver,
             "objective": solution.objective,
             "stages": [
-                {"nodes": list(stage.nodes), "replicas": stage.replicas}
-                | ({"on_host": True} if stage.on_host else {})
+                {"nodes": list(stage.nodes), "replicas": stage.replicas} | ({"on_host": True} if stage.on_host else {})
                 for stage in solution.stages
             ],
             "optimal": solution.optimal,
@@ -230,9 +223,7 @@ def solve(graph: solvers.Graph, args: argparse.Namespace) -> solvers.Solution:
         if "bandwidth" in options:
             options["bandwidth"] = [options["bandwidth"]] * len(devices)
     if devices is None:
-        raise ValueError(
-            "the graph does not say how many devices there are: add `--devices N`."
-        )
+        raise ValueError("the graph does not say how many devices there are: add `--devices N`.")
     if args.bandwidths is not None:
         options["bandwidth"] = args.bandwidths
         if args.hierarchy is None:
@@ -271,9 +262,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
     for number in numbers:
         if config.batch_size % number:
-            raise ValueError(
-                f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}."
-            )
+            raise ValueError(f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}.")
     for axis in ("fsdp", "model"):
         if config.mesh.sizes[axis] > 1:
             raise ValueError(
@@ -282,7 +271,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             )
     if config.strategy is not None:
         raise ValueError(
-            f"a plan has a strategy of its own or none, got `--config.strategy={config.strategy}`. Leave it out, and add `--tensor` to "
+            f"a plan has a strategy of its own or none, got `--config.strategy={config.strategy}`. Leave it out, and "
+            "add `--tensor` to "
             "search for strategies."
         )
     if args.tensor:
@@ -296,9 +286,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     jpipe.distributed.initialize()
     check_devices(args.devices)
     _check_processes(args.devices)
-    jpipe.distributed.check_same(
-        {"the command": shlex.join(argv), "the configuration": str(config)}
-    )
+    jpipe.distributed.check_same({"the command": shlex.join(argv), "the configuration": str(config)})
     cache_compilations(config.compilation_cache)
     profiles = _profiles_of_first(name, config, numbers, args)
     cores = args.cores or profiles[0].num_cores
@@ -382,9 +370,7 @@ def _check_saves(path: pathlib.Path) -> None:
             f"`{folder}`. Create it, or save the plan somewhere else."
         )
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(
-            f"`--save` must be a file that can be written, got `{path}`. Save the plan somewhere else."
-        )
+        raise ValueError(f"`--save` must be a file that can be written, got `{path}`. Save the plan somewhere else.")
 
 
 def _numbers_of_microbatches(config, devices: int) -> list[int]:
@@ -395,7 +381,8 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
     fitting = [n for n in sorted(wanted) if config.batch_size % n == 0]
     if not fitting:
         raise ValueError(
-            f"none of the numbers of microbatches {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
+            f"none of the numbers of microbatches {sorted(wanted)} divides the batch size, {config.batch_size}. Name "
+            "others: "
             "`--microbatches 5,10`."
         )
     return fitting

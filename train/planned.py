@@ -14,19 +14,16 @@ from train.search import traced_layers
 
 def check_tensor(config: TrainConfig) -> None:
     """Raises `ValueError` if rules of a configuration already split layers over the stages."""
-    over_stages = [
-        name for name, axes in config.mesh.axis_rules() if "stage" in (axes or ())
-    ]
+    over_stages = [name for name, axes in config.mesh.axis_rules() if "stage" in (axes or ())]
     if over_stages:
         raise ValueError(
-            f"`--config.mesh.rules.{over_stages[0]}` splits layers over all stages, and `--tensor` splits the operators inside of each "
+            f"`--config.mesh.rules.{over_stages[0]}` splits layers over all stages, and `--tensor` splits the "
+            "operators inside of each "
             f"stage. Leave `--tensor` out, or add `--config.mesh.rules.{over_stages[0]}=none`."
         )
 
 
-def splits_of(
-    profiles: Sequence[Profile], machine: Machine, config: TrainConfig
-) -> list[tensor.Split]:
+def splits_of(profiles: Sequence[Profile], machine: Machine, config: TrainConfig) -> list[tensor.Split]:
     """A strategy for every number of devices that a stage may have, and every size of microbatches."""
     dtype = config.pipeline.options_of_pipeline()["compute_dtype"]
     D = machine.num_devices
@@ -62,9 +59,7 @@ def save_plan(
     if best.num_tensor_devices > 1:
         strategy = str(path.with_suffix(".strategy.json"))
         wanted = best.num_tensor_devices, best.microbatch_size
-        by_size = {
-            (split.num_devices, split.microbatch_size): split for split in splits
-        }
+        by_size = {(split.num_devices, split.microbatch_size): split for split in splits}
         split = by_size[wanted]
         soap.save_strategy(strategy, split.graph, split.strategy, split.num_devices)
     planned = planned_config(config, best, strategy)
@@ -72,9 +67,7 @@ def save_plan(
     return planned
 
 
-def planned_config(
-    config: TrainConfig, best: Candidate, strategy: str | None = None
-) -> TrainConfig:
+def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = None) -> TrainConfig:
     """The configuration that trains by a plan.
 
     Args:
@@ -92,14 +85,8 @@ def planned_config(
         replicas=best.options.get("replicas"),
         boundaries=best.boundaries or None,
         recompute=best.recompute,
-        **(
-            {"compress_messages": None, "compress_message_gradients": None}
-            if best.num_stages == 1
-            else {}
-        ),
-        synchronous_steps=0
-        if best.table().synchronous
-        else config.pipeline.synchronous_steps,
+        **({"compress_messages": None, "compress_message_gradients": None} if best.num_stages == 1 else {}),
+        synchronous_steps=0 if best.table().synchronous else config.pipeline.synchronous_steps,
     )
     has_replicas = best.num_replicas > 1 or best.table().has_copies
     mesh = dataclasses.replace(
@@ -130,10 +117,7 @@ def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
             return repr(value)
         kind, inner = type(value), indent + "    "
         classes.setdefault(kind.__module__, set()).add(kind.__name__)
-        fields = [
-            f"{field.name}={code(getattr(value, field.name), inner)}"
-            for field in dataclasses.fields(value)
-        ]
+        fields = [f"{field.name}={code(getattr(value, field.name), inner)}" for field in dataclasses.fields(value)]
         one_line = f"{kind.__name__}({', '.join(fields)})"
         if len(indent + one_line) < 80 and "\n" not in one_line:
             return one_line
@@ -141,10 +125,7 @@ def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
         return f"{kind.__name__}(\n{lines}{indent})"
 
     body = code(config)
-    imports = "\n".join(
-        f"from {module} import {', '.join(sorted(names))}"
-        for module, names in sorted(classes.items())
-    )
+    imports = "\n".join(f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(classes.items()))
     stages = report.count(best.num_stages, "stage")
     if best.num_tensor_devices > 1:
         stages += f" of {best.num_tensor_devices} devices"

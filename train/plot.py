@@ -47,8 +47,7 @@ def read(run_dir: pathlib.Path) -> list[dict]:
     path = pathlib.Path(run_dir) / "log.jsonl"
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no log `{path}`. Name the folder of a run; training prints it as "
-            "`run folder`."
+            f"there is no log `{path}`. Name the folder of a run; training prints it as `run folder`."
         )
     records = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
@@ -82,11 +81,7 @@ def figure(records: list[dict], title: str) -> "Figure | None":
     Returns:
       A figure that belongs to no window; None if there is nothing to draw.
     """
-    panels = {
-        label: curves
-        for label, curves in _panels(records).items()
-        if any(curve.points for curve in curves)
-    }
+    panels = {label: curves for label, curves in _panels(records).items() if any(curve.points for curve in curves)}
     if not panels:
         return None
 
@@ -99,9 +94,7 @@ def figure(records: list[dict], title: str) -> "Figure | None":
     size = (7, sum(heights) + 0.35 * len(panels) + 0.9)
     layout = ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.12)
     fig = Figure(figsize=size, facecolor="white", layout=layout)
-    fig.suptitle(
-        "\n".join([title, *_summary(records)]), fontsize=9, x=0.02, ha="left", wrap=True
-    )
+    fig.suptitle("\n".join([title, *_summary(records)]), fontsize=9, x=0.02, ha="left", wrap=True)
     rows = fig.subplots(len(panels), sharex=True, height_ratios=heights, squeeze=False)
     for axes, (label, curves) in zip(rows[:, 0], panels.items(), strict=True):
         curves = [curve for curve in curves if curve.points]
@@ -136,10 +129,7 @@ def _panels(records: list[dict]) -> dict[str, list[_Curve]]:
         _LOSS: [*_training(records, "loss"), held_out],
         _NORM: _training(records, "gradient_norm"),
         "learning rate": [_learning_rate(records)],
-        **{
-            f"speed ({name.removesuffix(_SPEED)}/s)": [_means(records, name)]
-            for name in speeds
-        },
+        **{f"speed ({name.removesuffix(_SPEED)}/s)": [_means(records, name)] for name in speeds},
     }
 
 
@@ -284,10 +274,7 @@ def evaluation_text(record: Mapping[str, Any]) -> str:
       'accuracy 50.00%, loss 0.2500'
     """
     names = [n for n in record if n.startswith("test_") and n != "test_loss"]
-    words = [
-        f"{name.removeprefix('test_').replace('_', ' ')} {record[name]:.2%}"
-        for name in names
-    ]
+    words = [f"{name.removeprefix('test_').replace('_', ' ')} {record[name]:.2%}" for name in names]
     words.append(f"loss {record['test_loss']:.4f}")
     if "bits_per_byte" in record:
         words.append(f"{record['bits_per_byte']:.3f} bits per byte")

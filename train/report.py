@@ -69,10 +69,7 @@ def shards(records: Sequence[jpipe.ShardRecord]) -> str:
     """A line for each use of memory: its bytes, and the axes of the mesh that it is split over."""
     rows = [("each device holds", "", "split over")]
     for record in records:
-        axes = [
-            axis if share > 0.995 else f"{axis} ({share:.0%} of it)"
-            for axis, share in record.split.items()
-        ]
+        axes = [axis if share > 0.995 else f"{axis} ({share:.0%} of it)" for axis, share in record.split.items()]
         size = size_text(record.num_bytes)
         rows.append((record.use, size, ", ".join(axes) or "no axis"))
     return _table(rows, left={0, 2})
@@ -143,10 +140,7 @@ def profile(profile: Profile) -> str:
             )
         )
     where = f"{profile.num_devices} x {profile.device_kind} at once, {count(profile.num_cores, 'core')}"
-    return (
-        f"profile of a microbatch of {profile.microbatch_size} ({where}):\n"
-        + _table(rows, left={1})
-    )
+    return f"profile of a microbatch of {profile.microbatch_size} ({where}):\n" + _table(rows, left={1})
 
 
 def machine(machine: Machine) -> str:
@@ -157,17 +151,13 @@ def machine(machine: Machine) -> str:
     if machine.memory_limit < math.inf:
         words.append(f"of {size_text(machine.memory_limit)}")
     words.append(f"{size_text(machine.bandwidth[0])}/s between two")
-    words.append(
-        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} per tick, {machine.step * 1e3:.2f} ms per step"
-    )
+    words.append(f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} per tick, {machine.step * 1e3:.2f} ms per step")
     return "machine: " + ", ".join(words)
 
 
 def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
-    head = (
-        "schedule stages replicas batches size recompute ms/step samples/s bubble bytes"
-    )
+    head = "schedule stages replicas batches size recompute ms/step samples/s bubble bytes"
     splits = any(c.num_tensor_devices > 1 for c in ranking)
     rows = [["", *head.split()]]
     if splits:
@@ -192,16 +182,13 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
             ]
         )
         cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
-        delay = (
-            f"gradients up to {count(prediction.delay, 'update')} late"
-            if prediction.delay
-            else ""
-        )
+        delay = f"gradients up to {count(prediction.delay, 'update')} late" if prediction.delay else ""
         shared = "replicas share updates" if c.shard_optimizer else ""
         notes.append("; ".join(filter(None, [cut, shared, _on_host(c), delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
-        "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of stages):",
+        "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of "
+        "stages):",
         *(["  tensor: devices of each stage, which split its operators"] * splits),
         header,
     ]
@@ -226,9 +213,7 @@ def _on_host(plan: Candidate) -> str:
         parts.append(f"stashes of all but {plan.offload.activations} microbatches")
     if not parts:
         return ""
-    return (
-        f"{', '.join(parts)} in host memory ({size_text(plan.prediction.memory.host)})"
-    )
+    return f"{', '.join(parts)} in host memory ({size_text(plan.prediction.memory.host)})"
 
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
@@ -248,9 +233,7 @@ def _skipped(skipped: Sequence[Skipped]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  "
-    )
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
 def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
@@ -297,9 +280,7 @@ def solution(solution: Solution, graph: Graph, seconds: float) -> str:
         stage_nodes = [nodes[id] for id in stage.nodes]
         on = "host" if stage.on_host else count(stage.replicas, "device")
         first, last = stage.nodes[0], stage.nodes[-1]
-        compute = sum(
-            (n.host or 0.0) if stage.on_host else n.seconds for n in stage_nodes
-        )
+        compute = sum((n.host or 0.0) if stage.on_host else n.seconds for n in stage_nodes)
         rows.append(
             (
                 str(s),
@@ -318,9 +299,7 @@ def solution(solution: Solution, graph: Graph, seconds: float) -> str:
     ]
     if solution.data_parallel is not None:
         ratio = solution.data_parallel / solution.objective
-        lines.append(
-            f"data parallelism: {solution.data_parallel:.9g}, {ratio:.6g} times as long"
-        )
+        lines.append(f"data parallelism: {solution.data_parallel:.9g}, {ratio:.6g} times as long")
     return "\n".join(lines)
 
 

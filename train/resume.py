@@ -107,13 +107,9 @@ def _folder_to_resume(
             continue
         value = value if equals else next(words, "")
         if not value:
-            raise ValueError(
-                f"`{option}` needs the folder of a run: `{option} runs/NAME`."
-            )
+            raise ValueError(f"`{option}` needs the folder of a run: `{option} runs/NAME`.")
         if given:
-            raise ValueError(
-                f"`{given} {folder}` names the folder, got `{word}` too. Leave one of them out."
-            )
+            raise ValueError(f"`{given} {folder}` names the folder, got `{word}` too. Leave one of them out.")
         given, folder = option, pathlib.Path(value)
     return given, folder, rest
 
@@ -253,7 +249,8 @@ class Saver:
             return
         if self._newest not in self._checkpoints.steps():
             self.problem = (
-                f"the checkpoint of step {self._newest} was removed from `{self._run_dir}`, so the run cannot go on from "
+                f"the checkpoint of step {self._newest} was removed from `{self._run_dir}`, so the run cannot go on "
+                "from "
                 "it."
             )
             self._newest = None
@@ -269,8 +266,7 @@ class Saver:
         self.problem = f"{error}."
         if not self._has_warned:
             print(
-                f"train.py: warning: {error}. Training goes on, and the next checkpoint is "
-                "tried again.",
+                f"train.py: warning: {error}. Training goes on, and the next checkpoint is tried again.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -56,9 +56,7 @@ def new_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[R
       OSError: if the folder cannot be made or written.
     """
     asked, resumed = command.config.run_dir, command.folder
-    path = resumed or (
-        _new_path(command.name) if asked is None else local_path(asked, "run_dir")
-    )
+    path = resumed or (_new_path(command.name) if asked is None else local_path(asked, "run_dir"))
     if not path.is_dir() and path.exists():
         raise ValueError(f"a run folder must be a folder, got the file `{path}`.")
     made = [parent for parent in (path, *path.parents) if not parent.exists()]
@@ -111,9 +109,7 @@ def _resumes(command: Command, path: pathlib.Path) -> bool:
             f"`{path}` has files and no `{CONFIG}`, so it is not the folder of a run. Name another folder."
         )
     steps = path / "checkpoints"
-    if not steps.is_dir() or not any(
-        entry.name.isdecimal() for entry in steps.iterdir()
-    ):
+    if not steps.is_dir() or not any(entry.name.isdecimal() for entry in steps.iterdir()):
         return False  # it ended before its first checkpoint
     check_same_training(command.config, path / CONFIG)
     return True
@@ -146,9 +142,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shared_run_dir(
-    command: Command, until_end: contextlib.ExitStack
-) -> Iterator[RunDir]:
+def shared_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[RunDir]:
     """The folder of a run of several processes: process 0 makes it, all learn of it.
 
     See `new_run_dir`.

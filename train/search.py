@@ -5,16 +5,17 @@
     python train/search.py --config configs/quickstart.py --devices 4 --machine machine.toml --json
     python train/search.py --config configs/quickstart.py --devices 2 --in-stages --save strategy.json
 
-The model and its loss are traced as one function of a whole batch; nothing is compiled. Every operator may be split by samples, by
-other dims of its output, by dims of its weights and along its sums, and run on any of the devices. The seconds of a step are
-simulated on the machine: "p100" (4 servers of 4 P100s), "k80" (16 servers of 4 K80s), or a TOML or JSON file; `docs/tensor_search.md`
-describes it. Operators are priced by their FLOPs and bytes, or with `--measure FILE` by measuring them on the first device here; FILE keeps
-what was measured. Ctrl-C ends the search with the best strategy so far. The exit code is 0, or 2 if an option or a
-file is wrong or no strategy fits.
+The model and its loss are traced as one function of a whole batch; nothing is compiled. Every operator may be split by
+samples, by other dims of its output, by dims of its weights and along its sums, and run on any of the devices. The
+seconds of a step are
+simulated on the machine: "p100" (4 servers of 4 P100s), "k80" (16 servers of 4 K80s), or a TOML or JSON file;
+`docs/tensor_search.md` describes it. Operators are priced by their FLOPs and bytes, or with `--measure FILE` by
+measuring them on the first device here; FILE keeps what was measured. Ctrl-C ends the search with the best strategy so
+far. The exit code is 0, or 2 if an option or a file is wrong or no strategy fits.
 
-`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. With `--in-stages` the function is that of a
-microbatch of one replica, and every operator uses all devices in the order of a mesh: `train/train.py --config.strategy=FILE
---config.mesh.model=DEVICES` trains by what was found.
+`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. With `--in-stages` the function
+is that of a microbatch of one replica, and every operator uses all devices in the order of a mesh: `train/train.py
+--config.strategy=FILE --config.mesh.model=DEVICES` trains by what was found.
 """
 
 import argparse
@@ -45,9 +46,7 @@ def duration(text: str) -> float:
         seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"]
         assert 0 < seconds < math.inf
     except (AssertionError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"must be a time above 0 such as 60s, 2m or 1h, got {shown(text)}."
-        ) from None
+        raise argparse.ArgumentTypeError(f"must be a time above 0 such as 60s, 2m or 1h, got {shown(text)}.") from None
     return seconds
 
 
@@ -60,12 +59,8 @@ def parser() -> Parser:
     )
     result.add_argument("--config", help="a configuration; see train/train.py")
     result.add_argument("--devices", type=count, help="number of devices")
-    result.add_argument(
-        "--machine", default="p100", metavar="FILE", help="p100, k80 or a file"
-    )
-    result.add_argument(
-        "--budget", type=duration, default=60.0, help="time to search, such as 60s"
-    )
+    result.add_argument("--machine", default="p100", metavar="FILE", help="p100, k80 or a file")
+    result.add_argument("--budget", type=duration, default=60.0, help="time to search, such as 60s")
     result.add_argument(
         "--proposals",
         type=count,
@@ -94,7 +89,8 @@ def main(argv: list[str]) -> int:
     try:
         if args.config is None or args.devices is None:
             raise ValueError(
-                "name a configuration and a number of devices: `--config configs/quickstart.py --devices 4`. `--help` shows more."
+                "name a configuration and a number of devices: `--config configs/quickstart.py --devices 4`. `--help` "
+                "shows more."
             )
         return search_model(args, ["--config", args.config, *overrides])
     except (ValueError, OSError) as error:
@@ -107,9 +103,7 @@ def _check_writable(path: pathlib.Path) -> None:
     if path.is_dir():
         raise ValueError(f"--save {path}: this is a folder. Name a file in it.")
     if not path.parent.is_dir():
-        raise ValueError(
-            f"--save {path}: there is no folder `{path.parent}`. Make it, or name a file in another one."
-        )
+        raise ValueError(f"--save {path}: there is no folder `{path.parent}`. Make it, or name a file in another one.")
 
 
 def search_model(args: argparse.Namespace, words: list[str]) -> int:
@@ -147,9 +141,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     known = soap.default_starts(graph, args.devices)
     known["model_parallel"] = soap.model_parallel(graph, args.devices)
     known_groups = {
-        name: found.starts[name]
-        if name in found.starts
-        else soap.simulate(graph, machine, strategy, costs).seconds
+        name: found.starts[name] if name in found.starts else soap.simulate(graph, machine, strategy, costs).seconds
         for name, strategy in known.items()
     }
     seconds = {
@@ -179,9 +171,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     data = seconds["data_parallel"]
     for name, value in seconds.items():
         word = name.replace("_", " ")
-        print(
-            f"{word:15} {value * 1e3:10.4g} ms per step, {data / value:6.3g} x data parallel"
-        )
+        print(f"{word:15} {value * 1e3:10.4g} ms per step, {data / value:6.3g} x data parallel")
     print(
         f"\n{found.proposals} changes tried in {found.elapsed:.1f} s on {machine.name}, {args.devices} devices; "
         f"at most {max(found.simulated.memory_bytes) / 2**20:.4g} MiB per device."
@@ -230,9 +220,7 @@ def traced_layers(config, parts: int, compute_dtype=None):
         raise ValueError(
             f"a batch of {config.batch_size} cannot be cut into {parts} equal microbatches. Change `batch_size`."
         )
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch
-    )
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch)
     layers, loss = as_layers(config.model.layers()), Loss.of(config.model.loss(), True)
     return layers_graph(layers, loss, batch, compute_dtype=compute_dtype)
 
@@ -257,10 +245,7 @@ def table(graph, strategy) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(header, *rows)]
-    lines = [
-        "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-        for row in (header, *rows)
-    ]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip() for row in (header, *rows)]
     return "\n".join(lines)
 
 
@@ -279,9 +264,7 @@ def _draw(folder: pathlib.Path, graph, machine, costs, found) -> None:
     title = f"{found.seconds * 1e3:.4g} ms per step on {machine.name}"
     path = folder / "timeline.svg"
     picture.save_timeline(path, simulator.tasks, simulator.timeline, title)
-    picture.save_history(
-        folder / "search.svg", found.history, found.elapsed, dict(found.starts)
-    )
+    picture.save_history(folder / "search.svg", found.history, found.elapsed, dict(found.starts))
 
 
 if __name__ == "__main__":

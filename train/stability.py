@@ -83,9 +83,7 @@ def bounds(
     curvature_per_rate = curvature * (1 - momentum if is_adam else 1)
     largest = np.full(len(delays), math.inf)
     if curvature > 0:
-        largest = jpipe.optim.largest_stable_rate(
-            curvature_per_rate, delays, momentum, nesterov
-        )
+        largest = jpipe.optim.largest_stable_rate(curvature_per_rate, delays, momentum, nesterov)
     schedule = config.learning_rate_schedule(num_steps)
     steps = np.arange(first_step, num_steps)
     rates = np.asarray(jax.vmap(schedule)(jnp.asarray(steps)), np.float64)
@@ -110,23 +108,20 @@ def text(curvature: float, bounds_of_stages: list[Bound]) -> str:
         last = stage + len(list(alike)) - 1
         stages = f"{stage}" if last == stage else f"{stage}-{last}"
         mark = "" if bound.is_stable else "  too large"
-        lines.append(
-            f"{stages:>9}  {bound.delay:>5}  {bound.largest:>11.4g}  {bound.configured:>10.4g}{mark}"
-        )
+        lines.append(f"{stages:>9}  {bound.delay:>5}  {bound.largest:>11.4g}  {bound.configured:>10.4g}{mark}")
         stage = last + 1
     return "\n".join(lines)
 
 
 def warning(bounds_of_stages: list[Bound]) -> str | None:
     """What to change where a rate leaves the stable range; None if none does."""
-    wrong = [
-        (s, bound) for s, bound in enumerate(bounds_of_stages) if not bound.is_stable
-    ]
+    wrong = [(s, bound) for s, bound in enumerate(bounds_of_stages) if not bound.is_stable]
     if not wrong:
         return None
     s, worst = min(wrong, key=lambda pair: pair[1].largest / pair[1].configured)
     return (
-        f"the learning rate leaves the stable range of late gradients on {len(wrong)} of {len(bounds_of_stages)} stages: with a delay "
+        f"the learning rate leaves the stable range of late gradients on {len(wrong)} of {len(bounds_of_stages)} "
+        "stages: with a delay "
         f"of {worst.delay} updates stage {s} is stable up to {worst.largest:.3g} at the current curvature, and the "
         f"configuration reaches {worst.configured:.3g}. Lower --config.optimizer.learning_rate, set "
         "--config.optimizer.annealing_steps so that late stages begin with less, use more "

@@ -39,15 +39,9 @@ class EventFile:
         Raises:
           OSError: if the file cannot be written.
         """
-        values = [
-            Summary.Value(tag=tag, simple_value=value)
-            for tag, value in scalars(record)
-            if tag != "step"
-        ]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record) if tag != "step"]
         summary = Summary(value=values)
-        self._writer.write_event(
-            Event(wall_time=time.time(), step=record["step"], summary=summary)
-        )
+        self._writer.write_event(Event(wall_time=time.time(), step=record["step"], summary=summary))
         self._writer.flush()
 
     def close(self) -> None:

@@ -33,9 +33,7 @@ class Text:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
         if not 0 < self.test_fraction < 1:
-            raise ValueError(
-                f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}."
-            )
+            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
 
     def _parts(self) -> tuple[bytes, bytes, str]:
         """Reads the text and splits off the held-out part.
@@ -96,9 +94,7 @@ class MaskedText(Text):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.mask_fraction <= 1:
-            raise ValueError(
-                f"`mask_fraction` must lie in (0, 1], got {self.mask_fraction}."
-            )
+            raise ValueError(f"`mask_fraction` must lie in (0, 1], got {self.mask_fraction}.")
 
     def load(self) -> Dataset:
         """Reads the text as `Text.load`; labels have weight 1 at the chosen bytes."""
@@ -128,9 +124,7 @@ class LabeledText:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
         if not 0 < self.test_fraction < 1:
-            raise ValueError(
-                f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}."
-            )
+            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
 
     def load(self) -> Dataset:
         """Reads the texts. Labels are int32 `[B]`.
@@ -207,10 +201,7 @@ class MaskedWindows(Windows):
     def batch(self, indices: np.ndarray, rng: np.random.Generator | None) -> Batch:
         labels = super().batch(indices, rng)["inputs"]
         if rng is None:
-            rows = [
-                np.random.default_rng(index).random((2, self.seq_len))
-                for index in indices
-            ]
+            rows = [np.random.default_rng(index).random((2, self.seq_len)) for index in indices]
             draws = np.stack(rows, axis=1)
         else:
             draws = rng.random((2, *labels.shape))
@@ -255,8 +246,7 @@ def _read(path: pathlib.Path) -> bytes:
         paths = sorted([*path.glob("*.txt"), *path.glob("*.txt.gz")])
         if not paths:
             raise FileNotFoundError(
-                f"no text in the directory `{path}`: it has no .txt or .txt.gz file. "
-                "Name another directory, or a file."
+                f"no text in the directory `{path}`: it has no .txt or .txt.gz file. Name another directory, or a file."
             )
         return b"\n".join(_read(path) for path in paths)
     text = read_bytes(path)
@@ -267,7 +257,8 @@ def _read(path: pathlib.Path) -> bytes:
         format = "is not a .txt file"
     if format is not None:
         warnings.warn(
-            f"`{path}` {format}. Every byte of it becomes a token, also those of its format, such as brackets and names "
+            f"`{path}` {format}. Every byte of it becomes a token, also those of its format, such as brackets and "
+            "names "
             "of fields. If it is not plain text, write its text to a .txt file in UTF-8.",
             stacklevel=2,
         )
@@ -279,8 +270,7 @@ def _python_reference() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise FileNotFoundError(
-            "this Python comes without its language reference (`pydoc_data.topics`). "
-            "Name a text file as `data.path`."
+            "this Python comes without its language reference (`pydoc_data.topics`). Name a text file as `data.path`."
         ) from error
     return "\n".join(topics[name] for name in sorted(topics)).encode()
 
@@ -302,15 +292,10 @@ def _packages() -> dict[str, bytes]:
     library = pathlib.Path(sysconfig.get_path("stdlib"))
     texts = {}
     for name in _PACKAGES:
-        paths = [
-            path
-            for path in sorted((library / name).rglob("*.py"))
-            if "test" not in path.parts
-        ]
+        paths = [path for path in sorted((library / name).rglob("*.py")) if "test" not in path.parts]
         if not paths:
             raise FileNotFoundError(
-                f"this Python comes without the source code of `{name}`. Name a directory "
-                "of texts as `data.path`."
+                f"this Python comes without the source code of `{name}`. Name a directory of texts as `data.path`."
             )
         texts[name] = b"\n".join(path.read_bytes() for path in paths)
     return texts
@@ -320,9 +305,5 @@ def _classes(path: pathlib.Path) -> dict[str, bytes]:
     """The text of each class in a directory, by its name."""
     if not path.is_dir():
         raise FileNotFoundError(f"there is no directory `{path}`. Name another one.")
-    entries = [
-        entry
-        for entry in sorted(path.iterdir())
-        if entry.is_dir() or entry.name.endswith((".txt", ".txt.gz"))
-    ]
+    entries = [entry for entry in sorted(path.iterdir()) if entry.is_dir() or entry.name.endswith((".txt", ".txt.gz"))]
     return {entry.name.partition(".")[0]: _read(entry) for entry in entries}

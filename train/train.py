@@ -158,7 +158,8 @@ def warn_of_short_run(config: TrainConfig) -> None:
         if rise > num_steps:
             warnings.warn(
                 f"`optimizer.{name}={rise}` is more than `num_steps={num_steps}`, so the learning rate reaches "
-                f"{num_steps / rise:.0%} of its rise to {optimizer.learning_rate:g} and then the run ends. For a short run set "
+                f"{num_steps / rise:.0%} of its rise to {optimizer.learning_rate:g} and then the run ends. For a short "
+                "run set "
                 f"`--config.optimizer.{name}={max(num_steps // 10, 1)}` too.",
                 stacklevel=2,
             )
@@ -208,9 +209,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
         warm_up = None
         if warm_up_schedule is not None:
             options["boundaries"] = [record.layers[0] for record in partition[1:]]
-            warm_up = jpipe.Pipeline(
-                config.model.layers(), schedule=warm_up_schedule, **options
-            )
+            warm_up = jpipe.Pipeline(config.model.layers(), schedule=warm_up_schedule, **options)
         if is_first():
             write_config(run_dir, text)
             if draws(schedule):
@@ -322,9 +321,7 @@ def check_stability(run: Run, start_of: Resumed) -> None:
         warnings.warn(message, stacklevel=2)
 
 
-def evaluated(
-    config: TrainConfig, pipe: jpipe.Pipeline, state: jpipe.PipelineState
-) -> jpipe.PipelineState:
+def evaluated(config: TrainConfig, pipe: jpipe.Pipeline, state: jpipe.PipelineState) -> jpipe.PipelineState:
     """The state whose weights are evaluated: their average if the optimizer keeps one."""
     if config.optimizer.ema_decay is None:
         return state
@@ -452,14 +449,11 @@ def train(
         except KeyboardInterrupt:
             log.finish_line()
             raise KeyboardInterrupt(
-                f"stopped after step {log.last_step} of {config.num_steps}."
-                f"{saver.how_to_resume()}"
+                f"stopped after step {log.last_step} of {config.num_steps}.{saver.how_to_resume()}"
             ) from None
     lost = f"{saver.problem} " if saver.problem else ""
     if log.num_unwritten:
-        lost += (
-            f"The last {log.num_unwritten} records of the log could not be written. "
-        )
+        lost += f"The last {log.num_unwritten} records of the log could not be written. "
     return lost
 
 
@@ -470,9 +464,7 @@ def learning_rates(config: TrainConfig) -> Callable[[int], float]:
     return lambda step: float(rates[step - 1])
 
 
-def record(
-    log: Log, step: int, metrics: dict, num_units: int, schedule: jpipe.Schedule
-) -> None:
+def record(log: Log, step: int, metrics: dict, num_units: int, schedule: jpipe.Schedule) -> None:
     """Logs the metrics of a step; waits until the step has run."""
     finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
     norm = float(metrics["gradient_norm"])
@@ -558,9 +550,7 @@ def remedy(config: TrainConfig) -> str:
         f"--config.optimizer.warmup_steps (now {config.optimizer.warmup_steps})"
     )
     if config.pipeline.compute_dtype == "float16":
-        words += (
-            ", or --config.pipeline.compute_dtype=bfloat16, which has a wider range"
-        )
+        words += ", or --config.pipeline.compute_dtype=bfloat16, which has a wider range"
     return f"{words}."
 
 

@@ -44,11 +44,7 @@ def replicas_of(mesh: Mesh, process: int) -> list[int]:
     if DATA not in mesh.shape:
         return [0]
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0)
-    return [
-        i
-        for i, devices in enumerate(rows)
-        if any(d.process_index == process for d in devices.flat)
-    ]
+    return [i for i, devices in enumerate(rows) if any(d.process_index == process for d in devices.flat)]
 
 
 def check_processes(mesh: Mesh) -> None:
@@ -70,9 +66,7 @@ def check_processes(mesh: Mesh) -> None:
     counts: dict[int, int] = {}
     for replica in (i for held in replicas for i in held):
         counts[replica] = counts.get(replica, 0) + 1
-    uneven = any(
-        set(a) & set(b) and a != b for i, a in enumerate(replicas) for b in replicas[:i]
-    )
+    uneven = any(set(a) & set(b) and a != b for i, a in enumerate(replicas) for b in replicas[:i])
     if uneven or len({len(held) for held in replicas}) > 1:
         raise ValueError(
             f'the axis "{DATA}" of `mesh` must be cut evenly by the processes: process i holds devices '
@@ -82,9 +76,7 @@ def check_processes(mesh: Mesh) -> None:
 
 
 def _names(processes: Sequence[int]) -> str:
-    return (
-        f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
-    )
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 # -- Batches
@@ -193,9 +185,7 @@ def own_rows(a: jax.Array, mesh: Mesh) -> jax.Array:
     )
     sharding = NamedSharding(local, PartitionSpec(DATA))
     shards = {shard.device: shard.data for shard in a.addressable_shards}
-    return jax.make_array_from_single_device_arrays(
-        shape, sharding, [shards[device] for device in local.devices.flat]
-    )
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shards[device] for device in local.devices.flat])
 
 
 _SAMPLED_BYTES = 2**14

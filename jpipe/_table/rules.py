@@ -44,9 +44,7 @@ def _require(
     k, t = divmod(int(ticks[m, c]), num_ticks)
     text = message.format(
         m=m - num_microbatches * k,
-        previous=None
-        if previous is None
-        else int(previous[m, c]) - num_microbatches * k,
+        previous=None if previous is None else int(previous[m, c]) - num_microbatches * k,
         other=None if other is None else int(other[m, c]) - num_ticks * k,
         version=None if version is None else int(version[m, c]) - k,
     )
@@ -111,9 +109,7 @@ def _check_field_once(table: Table, field: str, column_of: np.ndarray) -> None:
     cells, N = getattr(table, field), table.num_microbatches
     t, c = np.nonzero(cells != IDLE)
     m, s = cells[t, c] % N, table.stage[c]
-    _, first, operation = np.unique(
-        s.astype(np.int64) * N + m, return_index=True, return_inverse=True
-    )
+    _, first, operation = np.unique(s.astype(np.int64) * N + m, return_index=True, return_inverse=True)
     first = first[operation]  # the first cell with the same operation
     if field == "forward":
         column_of[s, m] = c[first]
@@ -144,10 +140,7 @@ def _check_updates_once(table: Table) -> None:
             raise ValueError(with_mark(table, "there is no update", None, c))
         if updates.sum() > 1:
             first, second = np.flatnonzero(updates)[:2].tolist()
-            message = (
-                f"update {table.update[second, c]} is a second one (the first is at "
-                f"tick {first})"
-            )
+            message = f"update {table.update[second, c]} is a second one (the first is at tick {first})"
             raise ValueError(with_mark(table, message, second, c))
     written = table.update_ticks()
     together = written[table.column_of_stage][table.stage]
@@ -237,10 +230,7 @@ def _check_update(table: Table) -> None:
         last_tick = int(gradient[last, c])
         next_tick = int(gradient[first, c]) + num_ticks  # of the next minibatch
         if last_tick > written[c]:
-            message = (
-                f"before {field} {last + N * (version - 1)} (tick "
-                f"{last_tick - num_ticks * k}), part of it"
-            )
+            message = f"before {field} {last + N * (version - 1)} (tick {last_tick - num_ticks * k}), part of it"
         elif next_tick <= written[c]:
             message = (
                 f"not before {field} {first + N * version} (tick "

@@ -34,8 +34,7 @@ class Table:
             array = np.asarray(getattr(self, field))
             if array.dtype.kind not in "iu":
                 raise ValueError(
-                    f"`{field}` must hold integers (`IDLE` where there is nothing to "
-                    f"do), got dtype {array.dtype}."
+                    f"`{field}` must hold integers (`IDLE` where there is nothing to do), got dtype {array.dtype}."
                 )
             narrow = array.astype(np.int32)
             if not np.array_equal(narrow, array):
@@ -44,8 +43,7 @@ class Table:
             object.__setattr__(self, field, narrow)
         if self.forward.ndim != 2 or 0 in self.forward.shape:
             raise ValueError(
-                "`forward` must have shape [ticks, columns] with at least one of each, "
-                f"got {self.forward.shape}."
+                f"`forward` must have shape [ticks, columns] with at least one of each, got {self.forward.shape}."
             )
         for field in ARRAYS:
             expected = self.forward.shape[0 if field in CELL_FIELDS else 1 :]
@@ -106,9 +104,7 @@ class Table:
         """For each stage the columns of every copy, in the order of `copies`."""
         stage, device = self.stage, self.device
         return tuple(
-            tuple(
-                np.flatnonzero((stage == s) & (device == d)).tolist() for d in devices
-            )
+            tuple(np.flatnonzero((stage == s) & (device == d)).tolist() for d in devices)
             for s, devices in enumerate(self.copies)
         )
 
@@ -224,9 +220,7 @@ class Table:
         """int64 `[N, C]`: the version each backward reads, as `forward_versions`."""
         return self._by_microbatch(self.backward, self.backward_version)[1]
 
-    def _by_microbatch(
-        self, cells: np.ndarray, version: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _by_microbatch(self, cells: np.ndarray, version: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Absolute ticks `[N, C]` of `cells`, and the versions that they read."""
         shape = (self.num_microbatches, self.num_columns)
         ticks = np.full(shape, IDLE, np.int64)
@@ -250,9 +244,7 @@ class Table:
         """
         whole_backward = 1 if self.splits_backward else 2
         work = (
-            (self.forward != IDLE).astype(int)
-            + whole_backward * (self.backward != IDLE)
-            + (self.weight_grad != IDLE)
+            (self.forward != IDLE).astype(int) + whole_backward * (self.backward != IDLE) + (self.weight_grad != IDLE)
         )
         on_device = self.device[:, None] == np.arange(self.num_devices)
         length = np.array(self.replicas)[self.stage]

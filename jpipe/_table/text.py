@@ -77,12 +77,7 @@ def parse(text: str) -> dict:
             )
         for c, word in enumerate(words):
             _parse_cell(word, row, cells, t, c)
-    stage, device = (
-        np.array(
-            [_number(column[i], column[0], number) for column in columns if column]
-        )
-        for i in (1, 2)
-    )
+    stage, device = (np.array([_number(column[i], column[0], number) for column in columns if column]) for i in (1, 2))
     forwards = cells["forward"] != IDLE
     counts = [int(forwards[:, stage == s].sum()) for s in np.unique(stage)]
     num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
@@ -116,7 +111,8 @@ def _number(digits: str, word: str, number: int) -> int:
     size = digits.lstrip("-").lstrip("0") or "0"
     if len(size) > len(str(most)) or int(size) > most:
         raise ValueError(
-            f"line {number}: `{shortened(word, 200)}` has a number outside of -{most} .. {most}, which a table cannot hold. Number stages, "
+            f"line {number}: `{shortened(word, 200)}` has a number outside of -{most} .. {most}, which a table cannot "
+            "hold. Number stages, "
             "devices, microbatches and versions from 0, or from the round as in `B-1`."
         )
     return -int(size) if digits.startswith("-") else int(size)
@@ -139,10 +135,7 @@ def with_mark(table: Table, message: str, tick: int | None, column: int) -> str:
     marked_row = 0 if tick is None else tick + 1
     rows = cell_rows(table)
     for r, row in enumerate(rows):
-        row[:] = [
-            f"[{cell}]" if (r, c) == (marked_row, column) else f" {cell} "
-            for c, cell in enumerate(row)
-        ]
+        row[:] = [f"[{cell}]" if (r, c) == (marked_row, column) else f" {cell} " for c, cell in enumerate(row)]
     labels = ["", *(f"tick {t}" for t in range(table.num_ticks))]
     cells = [[label, *row] for label, row in zip(labels, rows, strict=True)]
     shown_rows = _around(marked_row, len(cells))
@@ -165,7 +158,4 @@ def _around(index: int, size: int) -> list[int]:
 def _align(rows: list[list[str]]) -> list[str]:
     """Each row as one line, its cells padded so that columns stand two spaces apart."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

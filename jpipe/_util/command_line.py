@@ -1,4 +1,6 @@
-"""The parser of a command: a wrong command line is one line on stderr, and a wrong option is answered with the nearest."""
+"""The parser of a command: a wrong command line is one line on stderr, and a wrong option is answered with the
+nearest.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -18,9 +20,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             words = [word.partition("=")[0] for word in unknown if word[:1] == "-"]
             hints = "".join(dict.fromkeys(map(self._near, words)))
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown)}.{hints} `--help` lists the options."
-            )
+            self.error(f"unrecognized arguments: {' '.join(unknown)}.{hints} `--help` lists the options.")
         return result
 
     def error(self, message: str) -> NoReturn:
@@ -31,9 +31,7 @@ class Parser(argparse.ArgumentParser):
         names: list[str] = []
         letters: dict[str, str] = {}
         for action in self._actions:
-            long = [
-                option for option in action.option_strings if option.startswith("--")
-            ]
+            long = [option for option in action.option_strings if option.startswith("--")]
             names += long
             for name in long[:1]:
                 letters.setdefault(name[2], name)

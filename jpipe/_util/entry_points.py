@@ -1,6 +1,7 @@
 """Functions of packages that stand above `Pipeline`, by name.
 
-The planner, the memory timeline and the search of strategies import the core, so the core cannot import them. `Pipeline` offers some
+The planner, the memory timeline and the search of strategies import the core, so the core cannot import them.
+`Pipeline` offers some
 of their functions all the same: `Pipeline.profile`, `boundaries="time"`, a strategy in a file. They are named here
 as text, as a package names its entry points, and loaded when they are called.
 """

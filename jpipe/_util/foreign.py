@@ -1,7 +1,7 @@
 """Files that others wrote: whatever is wrong with their text is one kind of error.
 
-Every reader of a text, JSON or TOML file goes through this module. So a file of other bytes, of brackets a hundred thousand deep
-or with a number of five thousand digits is a `ValueError` that names the file, as a forgotten comma is.
+Every reader of a text, JSON or TOML file goes through this module. So a file of other bytes, of brackets a hundred
+thousand deep or with a number of five thousand digits is a `ValueError` that names the file, as a forgotten comma is.
 """
 
 import ast

@@ -27,9 +27,7 @@ def parse_size(text: str) -> float:
         number, unit = float(match[1]), match[2]  # type: ignore[index]
         factor = _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
     except (TypeError, KeyError, ValueError):
-        raise ValueError(
-            f"must be bytes such as 2GiB, 500MB or 1.25e9, got {shown(text)}."
-        ) from None
+        raise ValueError(f"must be bytes such as 2GiB, 500MB or 1.25e9, got {shown(text)}.") from None
     if not 0 < number * factor < math.inf:
         raise ValueError(f"must be above 0, got {shown(text)}.")
     return number * factor

@@ -157,9 +157,7 @@ def missing_attribute(
 def _with_suggestions(function: T, name: str) -> T:
     """`function`, whose `TypeError` for an unknown keyword names the nearest one."""
     parameters = inspect.signature(function).parameters
-    if any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function
     known = [parameter for parameter in parameters if parameter != "self"]
 
@@ -179,19 +177,14 @@ def _with_suggestions(function: T, name: str) -> T:
             raise
 
     # Doctest skips a function whose globals are those of another module.
-    call = types.FunctionType(
-        call.__code__, function.__globals__, closure=call.__closure__
-    )
+    call = types.FunctionType(call.__code__, function.__globals__, closure=call.__closure__)
     return cast(T, functools.wraps(function)(call))
 
 
 def _present(names: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> dict:
     """Of a table of usual names, the first meaning of each that is among the known names."""
     known = {*known}
-    meanings = {
-        name: [m for m in each if m.split("=")[0].split(".")[0] in known]
-        for name, each in names.items()
-    }
+    meanings = {name: [m for m in each if m.split("=")[0].split(".")[0] in known] for name, each in names.items()}
     return {name: each[0] for name, each in meanings.items() if each}
 
 

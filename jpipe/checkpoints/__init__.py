@@ -79,10 +79,7 @@ class Restored(NamedTuple):
 def _saves_together(checkpoints: "Checkpoints", *args: Any, **kwargs: Any) -> bool:
     """Whether all processes must make a call of `save`, because the mesh of the state has devices of all of them."""
     given = [*args, *kwargs.values()]
-    return any(
-        isinstance(state, PipelineState) and state.program.settings.rows is not None
-        for state in given
-    )
+    return any(isinstance(state, PipelineState) and state.program.settings.rows is not None for state in given)
 
 
 @suggests
@@ -118,13 +115,9 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike, keep: int | None = 3):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(
-                f"`keep` must be a number of steps, at least 1, or None, got {shown(keep)}."
-            )
+            raise ValueError(f"`keep` must be a number of steps, at least 1, or None, got {shown(keep)}.")
         # Orbax needs an absolute path.
-        self.directory = pathlib.Path(
-            os.path.abspath(local_path(directory, "directory"))
-        )
+        self.directory = pathlib.Path(os.path.abspath(local_path(directory, "directory")))
         self.keep = keep
         self._writing: _Writing | None = None
         self._damaged: set[int] = set()  # steps that `restore` has found damaged
@@ -154,9 +147,7 @@ class Checkpoints:
             were saved stay.
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-            raise ValueError(
-                f"`step` must be an integer of at least 0, got {shown(step)}."
-            )
+            raise ValueError(f"`step` must be an integer of at least 0, got {shown(step)}.")
         check_state(state)
         _check_processes(state.program.settings.mesh)
         try:
@@ -304,9 +295,7 @@ class Checkpoints:
         """A step whose files are all what was written, and its manifest; the same on every process."""
         named = from_first(steps_in(self.directory))
         if step is not None and step not in named:
-            raise FileNotFoundError(
-                f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}."
-            )
+            raise FileNotFoundError(f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}.")
         for candidate in reversed(named) if step is None else [step]:
             manifest, error = None, None
             try:
@@ -325,12 +314,8 @@ class Checkpoints:
             if step is not None:
                 raise DamagedCheckpointError(problem)
             self._damaged.add(candidate)
-            warn(
-                f"step {candidate} cannot be restored: {problem}. Trying the one before."
-            )
-        raise FileNotFoundError(
-            f"`{self.directory}` has no step that can be restored. It has {_listed(named)}."
-        )
+            warn(f"step {candidate} cannot be restored: {problem}. Trying the one before.")
+        raise FileNotFoundError(f"`{self.directory}` has no step that can be restored. It has {_listed(named)}.")
 
 
 def folder_of(directory: pathlib.Path, step: int) -> pathlib.Path:
@@ -361,9 +346,7 @@ def _listed(steps: Sequence[int]) -> str:
 # -- Restoring
 
 
-def _restored(
-    pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest
-) -> PipelineState:
+def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest) -> PipelineState:
     layout, counters = manifest.layout, manifest.counters
     in_flight, rounds = layout["in_flight"], counters["round"]
     program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"])

@@ -23,9 +23,7 @@ _CACHE_BYTES = 1 << 28
 _LEAST_WRITING_BYTES = 1 << 26
 
 
-def save(
-    folder: pathlib.Path, arrays: Mapping[str, jax.Array]
-) -> ocp.AsyncCheckpointer:
+def save(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncCheckpointer:
     """Begins to write arrays; returns once they are copied.
 
     What is compressed waits for the disk and takes memory beside the arrays, so it is bounded: by an eighth
@@ -39,9 +37,7 @@ def save(
     writer = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=most)
     handler = ocp.PyTreeCheckpointHandler(handler_impl=writer)
     # A thread that waits for a folder that cannot be made would keep the process from ending.
-    options = ocp.AsyncOptions(
-        timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False
-    )
+    options = ocp.AsyncOptions(timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False)
     checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
     try:
         checkpointer.save(folder / FOLDER, args=ocp.args.PyTreeSave(dict(arrays)))
@@ -85,9 +81,7 @@ class StoredLeaf:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         reads = [self._array[b.in_array].read() for b in self._location.blocks]
-        numbers = self._location.leaf(
-            [np.asarray(r.result(), self.dtype) for r in reads]
-        )
+        numbers = self._location.leaf([np.asarray(r.result(), self.dtype) for r in reads])
         return numbers if dtype is None else numbers.astype(dtype)
 
 

@@ -75,18 +75,11 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "optimizer": program.optimizer_identity,
         "hyperparams": {n: a.tolist() for n, a in program.first_hyperparams.items()},
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
-        **{
-            name: [_tree_to_json(tree) for tree in trees]
-            for name, trees in found.layers.items()
-        },
+        **{name: [_tree_to_json(tree) for tree in trees] for name, trees in found.layers.items()},
         "optimizer_state": [
-            {path: _to_json(leaf) for path, leaf in leaves.items()}
-            for leaves in found.optimizer_state
+            {path: _to_json(leaf) for path, leaf in leaves.items()} for leaves in found.optimizer_state
         ],
-        **{
-            name: {n: _to_json(leaf) for n, leaf in leaves.items()}
-            for name, leaves in found.whole.items()
-        },
+        **{name: {n: _to_json(leaf) for n, leaf in leaves.items()} for name, leaves in found.whole.items()},
     }
 
 
@@ -119,9 +112,7 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     keys = dict.fromkeys([*mine, "copies", *_COMPRESSORS])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
-    return [
-        f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words
-    ] or different
+    return [f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words] or different
 
 
 def first_hyperparams(layout: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -139,14 +130,9 @@ def locations_in(layout: Mapping[str, Any]) -> Leaves:
     """The locations of the leaves in a layout. One from before an array was added does not have it."""
     names = [array.leaves.name for array in LAYER_ARRAYS if array.leaves is not None]
     return Leaves(
-        layers={
-            name: [_tree_from_json(tree) for tree in layout[name]]
-            for name in names
-            if name in layout
-        },
+        layers={name: [_tree_from_json(tree) for tree in layout[name]] for name in names if name in layout},
         optimizer_state=[
-            {path: _from_json(leaf) for path, leaf in leaves.items()}
-            for leaves in layout["optimizer_state"]
+            {path: _from_json(leaf) for path, leaf in leaves.items()} for leaves in layout["optimizer_state"]
         ],
         whole={
             array.name: {n: _from_json(leaf) for n, leaf in layout[array.name].items()}
@@ -197,10 +183,7 @@ def _index(value: Any) -> Any:
 
 def _tree_to_json(tree: Any) -> list:
     """A nested dict as a list of `[keys, leaf]`. Keys may be integers, which JSON's objects have not."""
-    return [
-        [[_key(key) for key in path], _to_json(leaf)]
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
+    return [[[_key(key) for key in path], _to_json(leaf)] for path, leaf in jax.tree.leaves_with_path(tree)]
 
 
 def _key(key: Any) -> Any:

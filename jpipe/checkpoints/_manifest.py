@@ -68,9 +68,7 @@ class Manifest:
         try:
             outer = json.loads(path.read_bytes())
             content = outer["content"]
-            if set(outer) != {"crc32", "content"} or (
-                zlib.crc32(content.encode()) != outer["crc32"]
-            ):
+            if set(outer) != {"crc32", "content"} or (zlib.crc32(content.encode()) != outer["crc32"]):
                 raise ValueError("its checksum is wrong")
             values = json.loads(content)
         except OSError as error:
@@ -94,9 +92,7 @@ class Manifest:
             except OSError as error:
                 raise DamagedCheckpointError(f"`{path}`: {error.strerror}") from error
             if got != size:
-                raise DamagedCheckpointError(
-                    f"`{path}` has {got:,} bytes, and {size:,} were written"
-                )
+                raise DamagedCheckpointError(f"`{path}` has {got:,} bytes, and {size:,} were written")
 
     def check_content(self, folder: pathlib.Path, share: tuple[int, int]) -> None:
         """Raises `DamagedCheckpointError` if a file is not what was written.
@@ -152,9 +148,7 @@ def leave_checksums(folder: pathlib.Path, process: int, sums: Mapping) -> None:
     draft.rename(folder / _sums_name(process))
 
 
-def take_checksums(
-    folder: pathlib.Path, process: int, seconds: float
-) -> dict[str, list[int]]:
+def take_checksums(folder: pathlib.Path, process: int, seconds: float) -> dict[str, list[int]]:
     """Waits for the checksums that a process leaves, and removes their file.
 
     Raises:
@@ -164,9 +158,7 @@ def take_checksums(
     until = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() > until:
-            raise TimeoutError(
-                f"process {process} has not written its part in {seconds:.0f} s"
-            )
+            raise TimeoutError(f"process {process} has not written its part in {seconds:.0f} s")
         time.sleep(0.02)
     sums = json.loads(path.read_text())
     path.unlink()

@@ -1,6 +1,7 @@
 """A save that fails says so once, by its exception.
 
-Orbax also logs the exception of each of its threads with a traceback, and TensorStore prints one for each write that ends after
+Orbax also logs the exception of each of its threads with a traceback, and TensorStore prints one for each write that
+ends after
 the first has failed: more than 200 lines for a disk that is full. What others log and print stays.
 """
 

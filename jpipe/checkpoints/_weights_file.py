@@ -42,8 +42,7 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
     if layers is None or not all(isinstance(layer, Mapping) for layer in layers):
         raise ValueError(
             "`params` must be a list with one nested dict per layer, as `Pipeline.get_params` returns "
-            f"them, got {type(params).__name__}"
-            + (f" of {type(params[0]).__name__}." if layers else ".")
+            f"them, got {type(params).__name__}" + (f" of {type(params[0]).__name__}." if layers else ".")
         )
     leaves: dict[str, np.ndarray] = {}
     for i, layer in enumerate(layers):
@@ -91,15 +90,11 @@ def load_params(path: str | os.PathLike) -> list:
         kind, leaves, checksums = (content[n] for n in ("kind", "params", "crc32"))
         num_layers = content["num_layers"]
         flat: list[dict] = [{} for _ in range(num_layers)]
-        damaged = [
-            n for n, a in leaves.items() if checksums.get(n) != _crc(a, num_layers)
-        ]
+        damaged = [n for n, a in leaves.items() if checksums.get(n) != _crc(a, num_layers)]
         if kind != _KIND or set(leaves) != set(checksums):
             raise ValueError("its parts do not fit together")
         if damaged:
-            raise ValueError(
-                f"the numbers of {damaged[0]} are not those that were written"
-            )
+            raise ValueError(f"the numbers of {damaged[0]} are not those that were written")
         for name, leaf in leaves.items():
             first, *names = name.split(".")
             keys = tuple(int(n) if n.isdecimal() else n for n in names)

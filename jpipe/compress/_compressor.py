@@ -99,9 +99,7 @@ class Compressor(abc.ABC):
     def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
         """The array that was encoded, about, in `like`'s shape and dtype."""
 
-    def mean_over(
-        self, x: jax.Array, state: Any, replicas: Replicas
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    def mean_over(self, x: jax.Array, state: Any, replicas: Replicas) -> tuple[jax.Array, jax.Array, Any]:
         """Computes a mean over replicas from compressed arrays.
 
         Every replica gets the wires of all, and decodes them in one order. So all have the same mean, bit for bit.
@@ -148,10 +146,7 @@ class Compressor(abc.ABC):
 
     def wire_bytes(self, like: Any) -> int:
         """Bytes that are sent for one array."""
-        return sum(
-            size_of(leaf) * jnp.dtype(leaf.dtype).itemsize
-            for leaf in self.wire_of(like).values()
-        )
+        return sum(size_of(leaf) * jnp.dtype(leaf.dtype).itemsize for leaf in self.wire_of(like).values())
 
     def counts(self, state: Any) -> dict[str, jax.Array]:
         """Name -> scalar for the log, such as the density that was sent; may be empty."""

@@ -79,9 +79,7 @@ class LowRankCompressor(Compressor):
             return wire["values"].astype(like.dtype)
         return self._product(wire).reshape(like.shape).astype(like.dtype)
 
-    def mean_over(
-        self, x: jax.Array, state: Any, replicas: Replicas
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    def mean_over(self, x: jax.Array, state: Any, replicas: Replicas) -> tuple[jax.Array, jax.Array, Any]:
         """As in `Compressor`, by means of products."""
         if self._is_whole(x):
             return replicas.mean(x), x, state
@@ -102,9 +100,7 @@ class LowRankCompressor(Compressor):
         """The state before the first matrix."""
 
     @abc.abstractmethod
-    def _step(
-        self, matrix: jax.Array, state: Any, mean: Callable[[jax.Array], jax.Array]
-    ) -> tuple[Wire, Any]:
+    def _step(self, matrix: jax.Array, state: Any, mean: Callable[[jax.Array], jax.Array]) -> tuple[Wire, Any]:
         """The factors of a matrix, and the next state; `mean` is taken of all products with the matrix."""
 
     @abc.abstractmethod

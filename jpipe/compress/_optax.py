@@ -24,9 +24,7 @@ class CompressionState(NamedTuple):
 
 
 @suggests
-def compress_gradients(
-    compressor: Compressor, error_feedback: bool = True
-) -> optax.GradientTransformation:
+def compress_gradients(compressor: Compressor, error_feedback: bool = True) -> optax.GradientTransformation:
     """Replaces each gradient by what its compressed form decodes to.
 
     It shows what a compressor costs in quality, on one device. It sends nothing. To send less, give the compressor

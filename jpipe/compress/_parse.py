@@ -42,13 +42,12 @@ def parse(text: str) -> Compressor:
       TopK(density=0.01)
     """
     if not isinstance(text, str):
-        raise ValueError(
-            f"a compressor is named by a text such as 'powersgd:rank=4', got {shown(text)}."
-        )
+        raise ValueError(f"a compressor is named by a text such as 'powersgd:rank=4', got {shown(text)}.")
     name, _, options = text.partition(":")
     if name not in COMPRESSORS:
         raise ValueError(
-            f"there is no compressor {shown(name)}.{did_you_mean(name, COMPRESSORS)} Choose one of {', '.join(COMPRESSORS)}."
+            f"there is no compressor {shown(name)}.{did_you_mean(name, COMPRESSORS)} Choose one of "
+            f"{', '.join(COMPRESSORS)}."
         )
     compressor = COMPRESSORS[name]
     fields = {f.name: f for f in dataclasses.fields(compressor)}  # type: ignore[arg-type]
@@ -58,23 +57,16 @@ def parse(text: str) -> Compressor:
         key, equals, value = option.partition("=")
         if key not in fields or not equals:
             raise ValueError(
-                f"{name} has no option {shown(option)}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; the "
+                f"{name} has no option {shown(option)}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; "
+                "the "
                 f"options are {', '.join(fields)}."
             )
         if key in values:
-            raise ValueError(
-                f"{name} has `{key}` twice in {shown(text)}. Leave one out."
-            )
+            raise ValueError(f"{name} has `{key}` twice in {shown(text)}. Leave one out.")
         values[key] = _value(name, key, value, hints[key])
-    missing = [
-        key
-        for key, f in fields.items()
-        if f.default is dataclasses.MISSING and key not in values
-    ]
+    missing = [key for key, f in fields.items() if f.default is dataclasses.MISSING and key not in values]
     if missing:
-        raise ValueError(
-            f"{name} needs a value for {', '.join(missing)}: write `{name}:{missing[0]}=...`."
-        )
+        raise ValueError(f"{name} needs a value for {', '.join(missing)}: write `{name}:{missing[0]}=...`.")
     return compressor(**values)
 
 
@@ -90,6 +82,4 @@ def _value(name: str, key: str, text: str, kind: typing.Any) -> typing.Any:
         return kind(text)
     except ValueError:
         number = "whole number" if kind is int else "number"
-        raise ValueError(
-            f"`{key}` of {name} must be a {number}, got {shown(text)}."
-        ) from None
+        raise ValueError(f"`{key}` of {name} must be a {number}, got {shown(text)}.") from None

@@ -46,9 +46,7 @@ class PowerSGD(LowRankCompressor):
       Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, arXiv:1905.13727, Algorithms 1 and 2.
     """
 
-    def _first(
-        self, key: jax.Array, rows: int, columns: int, dtype: Any
-    ) -> PowerSGDState:
+    def _first(self, key: jax.Array, rows: int, columns: int, dtype: Any) -> PowerSGDState:
         return PowerSGDState(jax.random.normal(key, (columns, self.rank), dtype))
 
     def _step(

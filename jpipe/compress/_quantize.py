@@ -64,9 +64,7 @@ class Quantize(Compressor):
                 "entry. 256 is usual."
             )
         if not isinstance(self.stochastic, bool):
-            raise ValueError(
-                f"`stochastic` of Quantize must be True or False, got {shown(self.stochastic)}."
-            )
+            raise ValueError(f"`stochastic` of Quantize must be True or False, got {shown(self.stochastic)}.")
 
     def init(self, like: Any) -> Any:
         """The random key; `()` without stochastic rounding."""

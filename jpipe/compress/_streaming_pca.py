@@ -88,9 +88,7 @@ class StreamingPCA(LowRankCompressor):
             factors,
             lambda of_d: mean(x.T @ (d @ of_d) / num_rows),
             lambda of_x: mean(d.T @ (x @ of_x) / num_rows),
-            lambda of_x, of_d: mean(
-                jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows
-            ),
+            lambda of_x, of_d: mean(jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows),
             i,
         )
 

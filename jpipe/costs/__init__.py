@@ -52,8 +52,8 @@ class StageRecord(NamedTuple):
 class Memory(NamedTuple):
     """Bytes per device by use. Every device allocates as much as the one with the largest stages needs.
 
-    Left out are small arrays that do not grow with the model: counters, the random key, and the scalars of the table, some
-    hundred bytes for each tick.
+    Left out are small arrays that do not grow with the model: counters, the random key, and the scalars of the table,
+    some hundred bytes for each tick.
 
     Attributes:
       weights: all live versions, and the weights that `forward_params` and `backward_params`
@@ -109,10 +109,7 @@ def partition(program: Program) -> list[StageRecord]:
 
     tied = {copy for copies in stages.ties for copy in copies[1:]}
     shared_leaves = [
-        a
-        for i in shared
-        for j, a in enumerate(jax.tree.leaves(stages.layers[i].parameters))
-        if (i, j) not in tied
+        a for i in shared for j, a in enumerate(jax.tree.leaves(stages.layers[i].parameters)) if (i, j) not in tied
     ]
     for s in range(stages.num_stages):
         layers = stages.layers_of(s)
@@ -124,12 +121,8 @@ def partition(program: Program) -> list[StageRecord]:
                 device=program.placement[s][0],
                 layers=(layers.start, layers.stop),
                 names=tuple(stages.layers[i].name for i in layers),
-                num_parameters=round(
-                    sum(math.prod(a.shape) for a in leaves) + num_shared
-                ),
-                parameter_bytes=round(
-                    bytes_of(leaves) + share(bytes_of(shared_leaves))
-                ),
+                num_parameters=round(sum(math.prod(a.shape) for a in leaves) + num_shared),
+                parameter_bytes=round(bytes_of(leaves) + share(bytes_of(shared_leaves))),
                 flops=sum(program.traced.flops[i] for i in layers)
                 + share(sum(program.traced.flops[i] for i in shared)),
             )
@@ -172,10 +165,7 @@ def _axes(shape: jax.ShapeDtypeStruct) -> list[str]:
 def batch_bytes(program: Program) -> int:
     """Bytes of the share of a replica in a minibatch."""
     settings = program.settings
-    of_leaves = (
-        packing.array_bytes(a.shape, a.dtype, settings.platform)
-        for a in jax.tree.leaves(program.minibatch)
-    )
+    of_leaves = (packing.array_bytes(a.shape, a.dtype, settings.platform) for a in jax.tree.leaves(program.minibatch))
     return sum(of_leaves) // settings.num_replicas
 
 
@@ -188,9 +178,7 @@ def memory(program: Program) -> Memory:
         num_bytes["gradients"] += num_bytes.pop("compression")
         packed.append("gradient_compression")
     host_bytes = layout.host_bytes(platform)
-    held = sum(
-        layout[name].num_bytes(platform) + host_bytes.get(name, 0) for name in packed
-    )
+    held = sum(layout[name].num_bytes(platform) + host_bytes.get(name, 0) for name in packed)
     analysis: Any = program.lower().compile().memory_analysis()
     return Memory(
         **num_bytes,
@@ -221,15 +209,13 @@ def _used_bytes(program: Program) -> float:
         gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
     # On all replicas together.
     state = sum(
-        layout.leaf_bytes([piece.place], updates.state.arrays)
-        * _num_holders(piece, len(of_stage), settings)
+        layout.leaf_bytes([piece.place], updates.state.arrays) * _num_holders(piece, len(of_stage), settings)
         for u, of_stage in zip(updates.program_of_stage, engine.lowered.copies)
         for pieces in updates.programs[u].state
         for piece in pieces
     )
     state += settings.num_replicas * sum(
-        _bytes_of_parts(layout, unit.packing, zip(unit.packing.places[0], unit.parted))
-        for unit in updates.of_units
+        _bytes_of_parts(layout, unit.packing, zip(unit.packing.places[0], unit.parted)) for unit in updates.of_units
     )
     copies = 1 + len(layout["read_parameters"].shapes)
     total = weights * copies + gradients + state / settings.num_replicas
@@ -251,9 +237,7 @@ def _bytes_of_parts(
     return sum(
         layout.num_devices * layout.leaf_bytes([place], packing.arrays)
         if leaf is None
-        else layout.leaf_bytes(
-            [dataclasses.replace(place, shape=leaf.aval.shape)], packing.arrays
-        )
+        else layout.leaf_bytes([dataclasses.replace(place, shape=leaf.aval.shape)], packing.arrays)
         for place, leaf in leaves
     )
 
@@ -263,9 +247,7 @@ def _num_holders(piece: Piece, num_copies: int, settings: Settings) -> int:
     return 1 if piece.share is not None else num_copies * settings.num_replicas
 
 
-def boundaries_by_flops(
-    settings: Settings, traced: Traced, microbatch: Any
-) -> list[int]:
+def boundaries_by_flops(settings: Settings, traced: Traced, microbatch: Any) -> list[int]:
     """The boundaries that balance the floating-point operations of the stages."""
     inner = inner_layers(settings, traced, microbatch)
     flops = traced.flops[inner.start : inner.stop]

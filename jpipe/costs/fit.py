@@ -10,8 +10,8 @@ but the compiler's temporaries:
   twice in every backward, and three times in the update.
 - An update needs room for a few chunks of state. Large chunks move faster, so the largest that fits is taken.
 
-Of all combinations the one that moves the fewest bytes is taken. Weights and gradients move most often, so they go after
-all of the optimizer's state, equal parts of both.
+Of all combinations the one that moves the fewest bytes is taken. Weights and gradients move most often, so they go
+after all of the optimizer's state, equal parts of both.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ _CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
 """The chunks that are tried, in numbers."""
 
 _SMALL_STEP, _LARGE_STEP = 1 / 64, 1 / 4
-"""By how much the part of the optimizer's state, or of weights and gradients, in host memory grows, if the arrays are too large,
-because no weight is divided; and if the temporaries are, which only the compiler knows."""
+"""By how much the part of the optimizer's state, or of weights and gradients, in host memory grows, if the arrays are
+too large, because no weight is divided; and if the temporaries are, which only the compiler knows."""
 
 
 class _Stashes(NamedTuple):
@@ -51,7 +51,8 @@ class _Stashes(NamedTuple):
 
 
 def fit(make: Callable[[Offload], Program], limit: float) -> Program:
-    """A program that needs at most `limit` bytes of a device: of those that are tried, the one that moves the fewest bytes.
+    """A program that needs at most `limit` bytes of a device: of those that are tried, the one that moves the fewest
+    bytes.
 
     Compiles the step once if all fits on the device, else three to ten times.
 
@@ -77,9 +78,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
 
     def offload(state: float, slots: int | None, chunk: int, others: float) -> Offload:
         """`others` is the part of weights and of gradients, as far as they can move."""
-        weights, gradients = (
-            others * (name in movable) for name in ("weights", "gradients")
-        )
+        weights, gradients = (others * (name in movable) for name in ("weights", "gradients"))
         return Offload(state, slots, chunk, weights=weights, gradients=gradients)
 
     for others, chunk in itertools.product((0.0, 1.0), _CHUNKS):
@@ -113,10 +112,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
 
     fitting = [o for o in options if to_move(o)[1] <= weights + gradients]
     best = min(fitting or options[-1:], key=moved)
-    shares = [
-        over / max(most, 1)
-        for over, most in zip(to_move(best), (state, weights + gradients))
-    ]
+    shares = [over / max(most, 1) for over, most in zip(to_move(best), (state, weights + gradients))]
     last = 1 if others else 0  # the share that grows
     while shares[last] < 1:
         program = make(offload(shares[0], best.slots, chunk, shares[1]))
@@ -163,9 +159,7 @@ def _stash_options(plain: Program) -> Iterator[_Stashes]:
             return
         group, moved = spilled.layout["buffers"], 0.0
         for ring, spill in lowered.spills.items():
-            of_ring = dataclasses.replace(
-                group, shapes=group.shapes["staged"][ring], on_host=frozenset()
-            )
+            of_ring = dataclasses.replace(group, shapes=group.shapes["staged"][ring], on_host=frozenset())
             num_moved = int((spill.stores >= 0).sum(axis=0).max())
             moved += 2 * num_moved * of_ring.num_bytes(platform)
         yield _Stashes(slots, group.num_bytes(platform), moved)
@@ -179,7 +173,9 @@ def _too_little(smallest: Program, temporaries: int, limit: float, least: float)
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     parts = ", ".join(f"{n.replace('_', ' ')} {size_text(sizes[n])}" for n in largest)
     return (
-        f"`device_memory` of {size_text(limit)} is too little: with all that can be in host memory there, a device needs "
-        f"{size_text(least)} ({int(least)} bytes; {parts}). Give that much, or use more stages, smaller microbatches or "
+        f"`device_memory` of {size_text(limit)} is too little: with all that can be in host memory there, a device "
+        "needs "
+        f"{size_text(least)} ({int(least)} bytes; {parts}). Give that much, or use more stages, smaller microbatches "
+        "or "
         "`recompute`."
     )

@@ -51,8 +51,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--trace",
         metavar="FILE",
-        help="a file for a trace of one step for Perfetto or chrome://tracing; a forward "
-        "takes a millisecond",
+        help="a file for a trace of one step for Perfetto or chrome://tracing; a forward takes a millisecond",
     )
     parser.add_argument("--json", action="store_true", help="facts and table, no text")
     return parser

@@ -148,9 +148,7 @@ class _Layout(NamedTuple):
         if num_panels == 2 and repeats and max(repeats, length - repeats) <= fits:
             panels[1] = repeats
         if max(shown.replicas) > 1:  # long operations: no line ends in a tick
-            panels[1:-1] = [
-                int(ends[ends <= time].max(initial=0)) for time in panels[1:-1]
-            ]
+            panels[1:-1] = [int(ends[ends <= time].max(initial=0)) for time in panels[1:-1]]
 
         by_device = sum(shown.replicas) > shown.num_devices
         stages_of_row = [[s] for s, d in enumerate(shown.copies) for _ in d]
@@ -161,8 +159,7 @@ class _Layout(NamedTuple):
         if by_device:
             row_of_column = shown.device
             stages_of_row = [
-                [s for s, devices in enumerate(shown.copies) if d in devices]
-                for d in range(shown.num_devices)
+                [s for s, devices in enumerate(shown.copies) if d in devices] for d in range(shown.num_devices)
             ]
             labels = [
                 f"device {d}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
@@ -238,9 +235,7 @@ def _lighter(color: str, lightness: float) -> tuple[float, ...]:
     return tuple(rgb + (1 - rgb) * 0.55 * lightness)
 
 
-def _draw_panel(
-    axes: "Axes", first: int, last: int, cells: list[_Cell], layout: _Layout
-) -> None:
+def _draw_panel(axes: "Axes", first: int, last: int, cells: list[_Cell], layout: _Layout) -> None:
     """The part of the picture from one time to another."""
     from matplotlib.patches import Rectangle
 
@@ -267,9 +262,7 @@ def _draw_panel(
     ends = layout.ends[(layout.ends > first) & (layout.ends <= last)]
     axes.vlines(ends, -0.5, num_rows - 0.5, color="#dddddd", lw=0.5, zorder=0)
     corner, width = (first, -0.5), last - first
-    axes.add_patch(
-        Rectangle(corner, width, num_rows, fc=_BACKGROUND, ec="none", zorder=-1)
-    )
+    axes.add_patch(Rectangle(corner, width, num_rows, fc=_BACKGROUND, ec="none", zorder=-1))
     times = [first, last]
     if layout.repeats is not None and first <= layout.repeats <= last:
         axes.axvline(layout.repeats, color=_UPDATE, lw=1, ls="--", clip_on=False)
@@ -305,11 +298,7 @@ def _draw_facts(axes: "Axes", facts: Facts, layout: _Layout, has_header: bool) -
 
 def _columns(facts: Facts) -> dict[str, list[int]]:
     """The facts that differ between stages; equal delays share a column."""
-    columns = {
-        name: values
-        for name, values in per_stage_facts(facts).items()
-        if len(set(values)) > 1
-    }
+    columns = {name: values for name, values in per_stage_facts(facts).items() if len(set(values)) > 1}
     if columns.get("forward delay") == columns.get("backward delay"):
         columns = {
             name.replace("forward delay", "delay"): values
@@ -349,9 +338,7 @@ def _axis_words(schedule: Schedule) -> str:
     return words
 
 
-def _draw_legend(
-    fig: "Figure", schedule: Schedule, layout: _Layout, corner: tuple[float, float]
-) -> None:
+def _draw_legend(fig: "Figure", schedule: Schedule, layout: _Layout, corner: tuple[float, float]) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -400,8 +387,7 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     suffix = pathlib.Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(
-            f"cannot draw to `{path}`: its suffix {suffix!r} is none of "
-            f"{', '.join(SUFFIXES)}. Choose one of these."
+            f"cannot draw to `{path}`: its suffix {suffix!r} is none of {', '.join(SUFFIXES)}. Choose one of these."
         )
     drawn = figure(schedule)
     import matplotlib

@@ -33,20 +33,13 @@ def unrolled(schedule: Schedule) -> Schedule:
         return schedule
     num_microbatches = schedule.num_microbatches
     work = [getattr(schedule, field) for field in KINDS]
-    oldest = min(
-        int(cells[cells != IDLE].min()) for cells in work if (cells > IDLE).any()
-    )
+    oldest = min(int(cells[cells != IDLE].min()) for cells in work if (cells > IDLE).any())
     num_rounds = 1 - oldest // num_microbatches
 
     def unroll(cells: np.ndarray, per_round: int, least: int) -> np.ndarray:
         cells = cells.astype(np.int64)
         rounds = [cells + per_round * r for r in range(num_rounds)]
-        return np.concatenate(
-            [
-                np.where((cells == IDLE) | (numbers < least), IDLE, numbers)
-                for numbers in rounds
-            ]
-        )
+        return np.concatenate([np.where((cells == IDLE) | (numbers < least), IDLE, numbers) for numbers in rounds])
 
     forward, backward, weight_grad = (unroll(w, num_microbatches, 0) for w in work)
     return Schedule(
@@ -100,10 +93,7 @@ def headline(schedule: Schedule) -> str:
         "tick": schedule.num_ticks,
     }
     plural = {"microbatch": "microbatches"}
-    words = [
-        f"{count} {word if count == 1 else plural.get(word, word + 's')}"
-        for word, count in counts.items()
-    ]
+    words = [f"{count} {word if count == 1 else plural.get(word, word + 's')}" for word, count in counts.items()]
     name = schedule.name if schedule.emulates is None else f"{schedule.name}, emulated"
     return f"{name}: {', '.join(words)}"
 

@@ -98,10 +98,7 @@ def _table(schedule: Schedule, color: bool, width: int | None) -> list[str]:
                 line += _paint(words[t], color) + " " * (cell - len(words[t]))
             lines.append(line.rstrip())
         lines.append("")
-    legend = [
-        _paint(f"{KINDS[field].letter} {name}", color)
-        for field, name in operation_names(schedule).items()
-    ]
+    legend = [_paint(f"{KINDS[field].letter} {name}", color) for field, name in operation_names(schedule).items()]
     if not schedule.forward_only:
         legend.append("* update")
     lines.append("   ".join(legend))

@@ -77,9 +77,7 @@ class Apply:
 
     def run(self, arrays: Record) -> Record:
         """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
-        forward_delay, backward_lead = (
-            self.scalars.delay(name).astype(jnp.float32) for name in PASSES
-        )
+        forward_delay, backward_lead = (self.scalars.delay(name).astype(jnp.float32) for name in PASSES)
         facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
         extra = [arg.value(facts) for arg in EXTRA_ARGS]
         extra += [forward_delay, backward_lead] if self.merged.has_hooks else []
@@ -99,10 +97,7 @@ class Apply:
         num_done = jnp.int32(0)
         shared = turn.unscaled(
             self.merged.shared,
-            [
-                turn.whole(slots, turn.load(slots, self.position, None, updated))
-                for slots in self.merged.shared
-            ],
+            [turn.whole(slots, turn.load(slots, self.position, None, updated)) for slots in self.merged.shared],
         )
         for g, group in enumerate(self.merged.groups):
             run = functools.partial(turn.run, group, [*shared, *extra])
@@ -119,9 +114,7 @@ class Apply:
             parameters=updated["parameters"],
             optimizer_state=updated["optimizer_state"],
             read_parameters={name: updated[name] for name in arrays.read_parameters},
-            gradients=self._emptied(
-                arrays.gradients, None if turn.changes_all else updated, num_done
-            ),
+            gradients=self._emptied(arrays.gradients, None if turn.changes_all else updated, num_done),
             skipped=skipped,
         )
 
@@ -153,9 +146,7 @@ class Apply:
             number *= self.now.astype(jnp.int32)
         return first, first + number
 
-    def _emptied(
-        self, gradients: Packed, updated: dict[str, Packed] | None, num_done: jax.Array
-    ) -> Packed:
+    def _emptied(self, gradients: Packed, updated: dict[str, Packed] | None, num_done: jax.Array) -> Packed:
         """Gradients whose column is zero if any turn is done.
 
         Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
@@ -171,16 +162,10 @@ class Apply:
         own = {name: gradients[name] for name in self.merged.gradient_arrays}
         if self.device.spec.lowered.target.loops_in_branches:
             # The row of an array that the stage does not use is one of another stage.
-            now = {
-                name: (num_done > 0) & self.device.uses("gradients", name, row)
-                for name in own
-            }
+            now = {name: (num_done > 0) & self.device.uses("gradients", name, row) for name in own}
             return {**gradients, **_emptied_by_rows(own, lead, now)}
         far = {name: a for name, a in own.items() if packing.is_on_host(a)}
-        far = {
-            name: packing.each_row(a, lead(name), jnp.zeros_like)
-            for name, a in far.items()
-        }
+        far = {name: packing.each_row(a, lead(name), jnp.zeros_like) for name, a in far.items()}
         near = {name: a for name, a in own.items() if name not in far}
         if updated is not None:
             near, _ = lax.optimization_barrier((near, updated))
@@ -190,9 +175,7 @@ class Apply:
             (row,) = lead(name)
             column = lax.dynamic_index_in_dim(array, row, allow_negative_indices=False)
             column = jnp.where(self.now, jnp.zeros_like(column), column)
-            return lax.dynamic_update_index_in_dim(
-                array, column, row, 0, allow_negative_indices=False
-            )
+            return lax.dynamic_update_index_in_dim(array, column, row, 0, allow_negative_indices=False)
 
         emptied_here = {name: emptied(name, a) for name, a in near.items()}
         return {**gradients, **far, **emptied_here}
@@ -225,8 +208,7 @@ class _Turn(NamedTuple):
         kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
         outputs = [group.outputs[j] for j in kept]
         inputs, before = (
-            [self.load(slots, i, group.division, updated) for slots in side]
-            for side in (group.inputs, outputs)
+            [self.load(slots, i, group.division, updated) for slots in side] for side in (group.inputs, outputs)
         )
         inputs = list(map(self.whole, group.inputs, inputs))
 
@@ -241,9 +223,7 @@ class _Turn(NamedTuple):
         else:
             if not self.changes_all:
                 inputs, before = lax.optimization_barrier((inputs, before))
-            values = [
-                jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
-            ]
+            values = [jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)]
         for slots, value in zip(outputs, values, strict=True):
             if group.kept.any():
                 value = self._with_kept(group.kept, slots, i, updated, value)
@@ -332,9 +312,7 @@ class _Turn(NamedTuple):
             keeps |= jnp.asarray(idle)[self.rank.share(division.replicas)]
         return keeps
 
-    def _place_of_state(
-        self, slots: LeafSlots, i: jax.Array | int, division: Division | None
-    ) -> Place:
+    def _place_of_state(self, slots: LeafSlots, i: jax.Array | int, division: Division | None) -> Place:
         of_turn = places(slots, i)
         if len(of_turn) == 1:
             return of_turn[0]
@@ -351,22 +329,16 @@ class _Turn(NamedTuple):
             group = "gradients" if slots.arrays == FACTORS else slots.arrays
         return device.lead(group, row)
 
-    def unscaled(
-        self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def unscaled(self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]) -> list[jax.Array]:
         """Values whose gradients are divided by the loss scale."""
         scale = self.update.scale
         return [
-            value / scale.astype(value.dtype)
-            if slots.arrays == "gradients" and scale is not None
-            else value
+            value / scale.astype(value.dtype) if slots.arrays == "gradients" and scale is not None else value
             for slots, value in zip(all_slots, values, strict=True)
         ]
 
 
-def _emptied_by_rows(
-    gradients: Packed, lead: Callable[[str], Sequence], now: Mapping[str, jax.Array]
-) -> Packed:
+def _emptied_by_rows(gradients: Packed, lead: Callable[[str], Sequence], now: Mapping[str, jax.Array]) -> Packed:
     """Gradients whose column at `lead` is zero where `now` says so; row by row, so that they stay in place."""
 
     def emptied(name: str, array: jax.Array) -> jax.Array:
@@ -379,9 +351,7 @@ def _emptied_by_rows(
 
         def row(i: jax.Array, array: jax.Array) -> jax.Array:
             start = packing.index(array, [column, i])
-            return lax.dynamic_update_slice(
-                array, zeros, start, allow_negative_indices=False
-            )
+            return lax.dynamic_update_slice(array, zeros, start, allow_negative_indices=False)
 
         return lax.fori_loop(0, now[name].astype(jnp.int32) * num_rows, row, array)
 

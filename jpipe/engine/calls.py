@@ -32,9 +32,9 @@ def public(
 def outside_mesh(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function runs outside of the mesh that the user has set with `jax.set_mesh`.
 
-    JAX refuses to compute with arrays on other devices, or with axes of other types, than those of the mesh that is set.
-    The arrays that the function returns are copied to the user's mesh, whole on each device, so that the user can compute
-    with them. States stay where they are.
+    JAX refuses to compute with arrays on other devices, or with axes of other types, than those of the mesh that is
+    set. The arrays that the function returns are copied to the user's mesh, whole on each device, so that the user can
+    compute with them. States stay where they are.
     """
 
     @functools.wraps(function)
@@ -84,19 +84,13 @@ def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
 def check_state(state: Any) -> None:
     """Refuses what is not a training state, one whose arrays were changed, or were donated."""
     if not isinstance(state, PipelineState):
-        raise ValueError(
-            "`state` must be the state that `init` or `step` returned, got "
-            f"{type(state).__name__}."
-        )
+        raise ValueError(f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}.")
     expected = getattr(state.program, "abstract_state", state)
     (arrays, tree), (like, its_tree) = map(jax.tree.flatten, (state, expected))
-    if (
-        expected is state
-        or tree != its_tree
-        or [*map(_form, arrays)] != [*map(_form, like)]
-    ):
+    if expected is state or tree != its_tree or [*map(_form, arrays)] != [*map(_form, like)]:
         raise ValueError(
-            f"`state` must hold the arrays that `init` or `step` returned, and `{_changed(state, expected)}` holds others. "
+            f"`state` must hold the arrays that `init` or `step` returned, and `{_changed(state, expected)}` holds "
+            "others. "
             "Give the state as it was returned. To change weights use `pipe.with_params`, to change numbers of the "
             "optimizer `pipe.with_hyperparams`."
         )
@@ -118,10 +112,6 @@ def _changed(state: PipelineState, expected: PipelineState) -> str:
         arrays = getattr(state, name)
         if jax.tree.structure(arrays) != jax.tree.structure(like):
             return name
-        if any(
-            map(
-                lambda a, b: _form(a) != _form(b), *map(jax.tree.leaves, (arrays, like))
-            )
-        ):
+        if any(map(lambda a, b: _form(a) != _form(b), *map(jax.tree.leaves, (arrays, like)))):
             return name
     return "program"

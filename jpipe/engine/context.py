@@ -72,9 +72,7 @@ class Device:
             key=counters["key"][0],
             replica=lax.axis_index(DATA) if DATA in spec.mesh.shape else 0,
             position=lax.axis_index(STAGE),
-            layer_numbers=tuple(
-                jnp.minimum(counters["round"][0], 0) + i for i in range(longest)
-            ),
+            layer_numbers=tuple(jnp.minimum(counters["round"][0], 0) + i for i in range(longest)),
         )
 
     def with_batch(self, batch: Any) -> Self:
@@ -103,8 +101,8 @@ class Device:
         Args:
           group: see `PassSpec.array_rows`.
           row: int32 `[]`, of an array that all stages use: the position of a stage among those of the device, or the
-            row of a version of its weights. In an array that the stage does not use, the index is that of another. Arrays of
-            units of vocabulary layers are in no table, and have the row itself.
+            row of a version of its weights. In an array that the stage does not use, the index is that of another.
+            Arrays of units of vocabulary layers are in no table, and have the row itself.
         """
         tables = self.spec.array_rows[group].tables
 
@@ -135,8 +133,8 @@ class TrainingDevice(Device):
 
     Attributes:
       spec: the pass.
-      minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it divides
-        the sums of the loss. None if the loss is a mean.
+      minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it
+        divides the sums of the loss. None if the loss is a mean.
     """
 
     spec: TrainingPass
@@ -157,11 +155,7 @@ class TrainingDevice(Device):
 
     def loss_scale(self, arrays: TickArrays) -> jax.Array | None:
         """`[]`, the loss scale, or None."""
-        return (
-            None
-            if self.spec.numbers.loss_scale is None
-            else arrays.loss_scale["scale"][0]
-        )
+        return None if self.spec.numbers.loss_scale is None else arrays.loss_scale["scale"][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,16 +166,14 @@ class StageContext:
       device: the device.
       program: the program, static. It runs on one of `program.stages`.
       scalars: of the lane: which stage, microbatch, version and slots.
-      columns: group -> the leading indices of the stage's column, read before the branch that the stage runs in; without
-        an entry they are read where they are needed. See `runtime_index`.
+      columns: group -> the leading indices of the stage's column, read before the branch that the stage runs in;
+        without an entry they are read where they are needed. See `runtime_index`.
     """
 
     device: Device
     program: StageProgram
     scalars: LaneScalars
-    columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(
-        default_factory=dict
-    )
+    columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(default_factory=dict)
 
     @property
     def spec(self) -> PassSpec:
@@ -221,23 +213,15 @@ class StageContext:
         numbers = self.device.layer_numbers
         return numbers[i] if numbers and isinstance(i, int) else i
 
-    def if_first(
-        self, on_first: Callable[[], Value], elsewhere: Callable[[], Value]
-    ) -> Value:
+    def if_first(self, on_first: Callable[[], Value], elsewhere: Callable[[], Value]) -> Value:
         """`on_first()` if the stage is the first, else `elsewhere()`."""
         return self._first_or_last(0, "is_first", on_first, elsewhere)
 
-    def if_last(
-        self, on_last: Callable[[], Value], elsewhere: Callable[[], Value]
-    ) -> Value:
+    def if_last(self, on_last: Callable[[], Value], elsewhere: Callable[[], Value]) -> Value:
         """`on_last()` if the stage is the last, else `elsewhere()`."""
-        return self._first_or_last(
-            self.stages.num_stages - 1, "is_last", on_last, elsewhere
-        )
+        return self._first_or_last(self.stages.num_stages - 1, "is_last", on_last, elsewhere)
 
-    def _first_or_last(
-        self, stage: int, scalar: str, on_stage: Callable, elsewhere: Callable
-    ) -> Any:
+    def _first_or_last(self, stage: int, scalar: str, on_stage: Callable, elsewhere: Callable) -> Any:
         """`on_stage()` on `stage`, else `elsewhere()`.
 
         The choice is static if none or all of the program's stages are `stage`.

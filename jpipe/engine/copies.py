@@ -50,9 +50,7 @@ def _rows(places: Iterable[tuple[Place, int]]) -> list[_Rows]:
     return blocks
 
 
-def sum_over_copies(
-    device: TrainingDevice, scalars: TickScalars, operation: str, arrays: Packed
-) -> Packed:
+def sum_over_copies(device: TrainingDevice, scalars: TickScalars, operation: str, arrays: Packed) -> Packed:
     """Replaces what the copies of a stage have added up by the sum over all copies.
 
     Args:
@@ -68,9 +66,7 @@ def sum_over_copies(
         places: list[tuple[Place, int]] = [
             (place, row)
             for _, run, row in spec.stages.layer_runs(s)
-            for place in (
-                run.gradient_places if operation == "update" else run.statistics
-            )
+            for place in (run.gradient_places if operation == "update" else run.statistics)
         ]
         if len(copies) > 1 and places:
             now = scalars.get("copies", operation, s) >= 0
@@ -118,9 +114,7 @@ def _sum(
         alone = [[d] for d in range(ring.num_devices) if d not in ring.group]
         sums = lax.psum(values, STAGE, axis_index_groups=[list(ring.group), *alone])
     for block, value in zip(blocks, sums, strict=True):
-        array = lax.dynamic_update_slice(
-            arrays[block.array], value, start_of(block), allow_negative_indices=False
-        )
+        array = lax.dynamic_update_slice(arrays[block.array], value, start_of(block), allow_negative_indices=False)
         arrays = {**arrays, block.array: array}
     return arrays
 
@@ -188,14 +182,10 @@ class Ring(NamedTuple):
         """The sum over the copies, bit for bit the same on all of them."""
         r, size = len(self.group), value.size
         parts = jnp.pad(value.ravel(), (0, -size % r)).reshape(r, -1)
-        total = self.scatter(
-            lambda number: lax.dynamic_index_in_dim(parts, number, keepdims=False)
-        )
+        total = self.scatter(lambda number: lax.dynamic_index_in_dim(parts, number, keepdims=False))
         return self.gather(total).ravel()[:size].reshape(value.shape)
 
-    def on_members(
-        self, new: Sequence[jax.Array], old: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def on_members(self, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
         """New values on the copies, and old ones on other devices."""
         return [jnp.where(self.is_member, a, b) for a, b in zip(new, old, strict=True)]
 

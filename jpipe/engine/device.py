@@ -144,9 +144,7 @@ def _local_batch(spec: PassSpec, batch: Any) -> Any:
     )
 
 
-def _take_weights(
-    device: TrainingDevice, kept: jax.Array | None, batch: Any
-) -> jax.Array | None:
+def _take_weights(device: TrainingDevice, kept: jax.Array | None, batch: Any) -> jax.Array | None:
     """The weights of the minibatches whose loss has a gradient to take in this pass, or in a later one.
 
     They are known before the first tick, because the first backward of a minibatch needs the weight of the whole. They
@@ -166,9 +164,7 @@ def _take_weights(
     if batch is None:
         # Without kept weights no loss is in flight, and no operation reads this one.
         return jnp.ones(1, spec.weight_dtype) if kept is None else kept
-    weights = lax.map(
-        lambda leaves: spec.loss_weight(*leaves)[0], jax.tree.leaves(batch)
-    )
+    weights = lax.map(lambda leaves: spec.loss_weight(*leaves)[0], jax.tree.leaves(batch))
     weight = device.mean_over_replicas(weights.sum())
     if kept is None:
         return weight[None]
@@ -195,9 +191,7 @@ def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
     if batch is not None:
         start = N * jnp.mod(device.round, spec.lowered.num_batches)
         kept = jax.tree.map(
-            lambda ring, new: lax.dynamic_update_slice_in_dim(
-                ring, new, start, 0, allow_negative_indices=False
-            ),
+            lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new, start, 0, allow_negative_indices=False),
             kept,
             batch,
         )
@@ -219,17 +213,15 @@ def _empty_results(spec: TrainingPass) -> dict[str, Any]:
 def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     """All ticks; `rows` are those of the device in `ScalarTable.rows`.
 
-    On GPUs a tick begins with the update of the tick before, and the last update follows the loop, but for tables with a
-    head after the update. The
+    On GPUs a tick begins with the update of the tick before, and the last update follows the loop, but for tables with
+    a head after the update. The
     loop of a synchronous table then has no update. In other tables XLA would not begin a transfer
     before an update at the end of the tick, because it does not know that most ticks leave the update
     out.
     """
     spec = device.spec
     updates = spec.lowered.updates
-    late = (
-        spec.lowered.target.updates_between_ticks and not spec.lowered.head_after_update
-    )
+    late = spec.lowered.target.updates_between_ticks and not spec.lowered.head_after_update
     rows = spec.scalars.of_device(
         rows,
         device.round,
@@ -259,16 +251,12 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
         xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, rows_before))
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
-        scalars = TickScalars(
-            spec.scalars, rows[-1], range(len(updates) - 1, len(updates))
-        )
+        scalars = TickScalars(spec.scalars, rows[-1], range(len(updates) - 1, len(updates)))
         arrays = _update(device, scalars, True, arrays)
     return arrays
 
 
-def _received(
-    spec: PassSpec, phase: Phase, arrays: TickArrays
-) -> tuple[dict[int, Packed], dict[int, Packed]]:
+def _received(spec: PassSpec, phase: Phase, arrays: TickArrays) -> tuple[dict[int, Packed], dict[int, Packed]]:
     """The received messages by channel: of the channels that move in the ticks of a phase, and of the others."""
     moving: dict[int, Packed] = {}
     resting: dict[int, Packed] = {}
@@ -368,9 +356,7 @@ def _update(
     return run_one_of(spec.lowered.target, number, [branch], arrays)
 
 
-def _run_operation(
-    name: str, device: Device, scalars: TickScalars, arrays: TickArrays
-) -> TickArrays:
+def _run_operation(name: str, device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
     """Runs an operation: every lane, and in it the program of the lane's stage."""
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
@@ -378,9 +364,7 @@ def _run_operation(
         columns = _columns(device, lane) if spec.lowered.target.indices_outside else {}
         stages = [device.stage(p, lane, columns) for p in spec.stages.programs]
         branches = [
-            _branch(name, stage)
-            if _runs(spec, name, j, stage)
-            else Branch(name, [], lambda written, _: written)
+            _branch(name, stage) if _runs(spec, name, j, stage) else Branch(name, [], lambda written, _: written)
             for stage in stages
         ]
         number = lane.branch if spec.drops_branches else lane.program

@@ -94,9 +94,7 @@ def run_forward(
     return _on_mesh(spec, forward_pass, arguments, per_device)
 
 
-def _on_mesh(
-    spec: PassSpec, run: Callable[..., Any], arguments: tuple, out_specs: Any
-) -> Any:
+def _on_mesh(spec: PassSpec, run: Callable[..., Any], arguments: tuple, out_specs: Any) -> Any:
     """`run(spec, *arguments)` on every device; the first of the arguments are arrays of `spec.layout`, by group."""
     kept, *_ = arguments
     in_specs = (
@@ -145,9 +143,7 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
         return first, modulus
 
     of_units = {
-        name: num_versions
-        for unit, num_versions in zip(units, spec.rows_of_units)
-        for name in unit.packing.arrays
+        name: num_versions for unit, num_versions in zip(units, spec.rows_of_units) for name in unit.packing.arrays
     }
 
     def copied(name: str, array: jax.Array) -> jax.Array:

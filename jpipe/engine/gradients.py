@@ -105,18 +105,14 @@ class Exchange(NamedTuple):
             if not len(starts):
                 continue
 
-            def turn(
-                i: jax.Array, carry: tuple, group=group, starts=starts
-            ) -> tuple[Packed, Packed, Any]:
+            def turn(i: jax.Array, carry: tuple, group=group, starts=starts) -> tuple[Packed, Packed, Any]:
                 base: Any = jnp.asarray(starts)[i]
                 place = dataclasses.replace(group.place, base=base)
                 return self._turn(group, place, i, *carry)
 
             states = compression["states"]
             carry = gradients, compression["error"], states[group.name]
-            gradients, error, state = lax.fori_loop(
-                0, num_updates * len(starts), turn, carry
-            )
+            gradients, error, state = lax.fori_loop(0, num_updates * len(starts), turn, carry)
             compression = {"error": error, "states": {**states, group.name: state}}
         return gradients, compression
 
@@ -140,9 +136,7 @@ class Exchange(NamedTuple):
         mean, sent, new_state = compressor.mean_over(own, state, self.replicas)
         finite = jnp.isfinite(mean).all()
         new_error = jnp.where(finite, own - sent, error)
-        new_state = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old), new_state, state
-        )
+        new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
         total = mean * scale
         if self.replicas.ring is not None:
             # Copies have parts of one sum, and replicas along "data" have sums of their own.
@@ -152,9 +146,7 @@ class Exchange(NamedTuple):
                 [scaled, error, *jax.tree.leaves(state)],
             )
             new_state = jax.tree.unflatten(jax.tree.structure(state), leaves)
-        states = jax.tree.map(
-            lambda a, b: a.at[self.chunk, i].set(b), states, new_state
-        )
+        states = jax.tree.map(lambda a, b: a.at[self.chunk, i].set(b), states, new_state)
         return (
             packing.write(gradients, place, lead, total.astype(scaled.dtype)),
             packing.write(errors, place, lead, new_error.astype(error.dtype)),
@@ -184,15 +176,11 @@ def exchange_over_data(
     replicas = Replicas(device.spec.num_replicas)
     row = row_of(device, lane)
     exchange = Exchange(device, row, replicas, device.loss_scale(arrays))
-    gradients, compression = exchange.run(
-        program, arrays.gradients, arrays.gradient_compression, num_updates
-    )
+    gradients, compression = exchange.run(program, arrays.gradients, arrays.gradient_compression, num_updates)
     return arrays.replace(gradients=gradients, gradient_compression=compression)
 
 
-def exchange_over_copies(
-    device: TrainingDevice, scalars: TickScalars, arrays: Record
-) -> Record:
+def exchange_over_copies(device: TrainingDevice, scalars: TickScalars, arrays: Record) -> Record:
     """The same for all replicas of the stages that update, in a table with copies. All devices call this."""
     scale = device.loss_scale(arrays)
 

@@ -1,7 +1,7 @@
 """The layout of the training state: shape, sharding, kind of memory and bytes of each of its arrays.
 
-The arrays of one field of `PipelineState` are a *group*. A group is either replicated over the mesh axis "data" (weights,
-optimizer state) or private to a device (gradients, everything in flight, and the optimizer's state
+The arrays of one field of `PipelineState` are a *group*. A group is either replicated over the mesh axis "data"
+(weights, optimizer state) or private to a device (gradients, everything in flight, and the optimizer's state
 if replicas share it), and it has a kind of memory.
 """
 
@@ -125,11 +125,7 @@ class StateLayout:
 
     def host_bytes(self, platform: str) -> dict[str, int]:
         """Name of an array -> bytes of a device that it takes in host memory."""
-        return {
-            array.name: group.num_bytes(platform, HOST_MEMORY)
-            for array, group in self.arrays()
-            if group.on_host
-        }
+        return {array.name: group.num_bytes(platform, HOST_MEMORY) for array, group in self.arrays() if group.on_host}
 
     def local_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Local shapes of groups, by name."""
@@ -146,9 +142,7 @@ class StateLayout:
                 found[name][key] = self.globally(shapes, group.spec, HOST_MEMORY)
         return found
 
-    def globally(
-        self, shapes: Any, spec: PartitionSpec, memory_kind: str = DEVICE_MEMORY
-    ) -> Any:
+    def globally(self, shapes: Any, spec: PartitionSpec, memory_kind: str = DEVICE_MEMORY) -> Any:
         """Global shapes, with shardings, of a tree of local shapes.
 
         Args:

@@ -58,8 +58,8 @@ class Norms(NamedTuple):
     Attributes:
       table: which gradients each stage counts.
       places: where they are.
-      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss scale;
-        that of version v in row v modulo K.
+      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss
+        scale; that of version v in row v modulo K.
       scale: `[]`, the loss scale of the gradient, or None.
     """
 
@@ -68,9 +68,7 @@ class Norms(NamedTuple):
     squares: jax.Array
     scale: jax.Array | None
 
-    def of_version(
-        self, stage: jax.Array, version: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def of_version(self, stage: jax.Array, version: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The norm over all stages, without loss scale, that the update of a stage sees which writes a version, and
         whether it is skipped."""
         table, places = self.table, self.places
@@ -78,9 +76,7 @@ class Norms(NamedTuple):
         def of_places(of_stages: np.ndarray) -> jax.Array:
             """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
             by_place = of_stages[:, places.stage]
-            return lax.dynamic_index_in_dim(
-                by_place, stage, keepdims=False, allow_negative_indices=False
-            )
+            return lax.dynamic_index_in_dim(by_place, stage, keepdims=False, allow_negative_indices=False)
 
         counted = version + of_places(table.offset.astype(np.int32))
         squares = self._at(counted)
@@ -143,9 +139,7 @@ def gradient_norms(
     if spec.numbers.loss_scale is not None:
         finite = norms.are_finite(versions)
         after = spec.numbers.loss_scale.after_update(arrays.loss_scale, finite)
-        arrays = arrays.replace(
-            loss_scale=_where(updates_any, after, arrays.loss_scale)
-        )
+        arrays = arrays.replace(loss_scale=_where(updates_any, after, arrays.loss_scale))
     first = np.array(spec.lowered.placement, np.int32)  # [S, 2]
     reporter = jnp.maximum(scalars.reporter, 0)
     position, chunk = jnp.asarray(first)[reporter]
@@ -162,7 +156,9 @@ def _squares(
     units: Sequence[LaneScalars],
     arrays: TickArrays,
 ) -> jax.Array:
-    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column and no unit updates."""
+    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column and no unit
+    updates.
+    """
     dtype, num_chunks = device.spec.updates.norm_dtype, device.spec.lowered.num_chunks
     rows, chunks = device.spec.array_rows["gradients"], jnp.arange(num_chunks)
     lead = device.lead("gradients", chunks)

@@ -80,25 +80,16 @@ def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.
 
 def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Array]:
     """The lane's microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
-    return [
-        lax.dynamic_index_in_dim(
-            a, lane.microbatch, keepdims=False, allow_negative_indices=False
-        )
-        for a in leaves
-    ]
+    return [lax.dynamic_index_in_dim(a, lane.microbatch, keepdims=False, allow_negative_indices=False) for a in leaves]
 
 
-def as_stored(
-    stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]
-) -> list[jax.Array]:
+def as_stored(stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
     """Leaves of an activation, as those that they replace: see `jpipe.engine.shapes.stored_shapes`."""
     stored = [a.reshape(b.shape) for a, b in zip(values, old, strict=True)]
     return stages.values.constrained(stored, 1) if stages.values.sizes else stored
 
 
-def from_stored(
-    stages: Stages, values: Sequence[jax.Array], avals: Iterable
-) -> list[jax.Array]:
+def from_stored(stages: Stages, values: Sequence[jax.Array], avals: Iterable) -> list[jax.Array]:
     """The inverse of `as_stored`."""
     values = [a.reshape(like.shape) for a, like in zip(values, avals, strict=True)]
     return stages.values.constrained(values)
@@ -121,12 +112,7 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
 
 def _rings(*records: TickArrays) -> Rings:
     """The rings of stashes that the records hold, by name."""
-    return {
-        name: getattr(record, name)
-        for record in records
-        for name in STASHES
-        if name in record
-    }
+    return {name: getattr(record, name) for record in records for name in STASHES if name in record}
 
 
 def _with_rings(written: Written, rings: Rings) -> Written:
@@ -145,9 +131,7 @@ def predict_writes(stage: StageContext) -> list[str]:
 
 def predict(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """The forward of one microbatch in a forward-only table: a message, or the outputs of the last stage."""
-    result = run_layers(
-        stage, read, _stage_inputs(stage, read), mutable_state=read.mutable_state
-    )
+    result = run_layers(stage, read, _stage_inputs(stage, read), mutable_state=read.mutable_state)
     written = send_skips(stage, written, read, result.skips)
 
     def collect() -> Written:
@@ -208,7 +192,9 @@ def _send_or(
     read: ReadOnly,
     outputs: list[jax.Array],
 ) -> Written:
-    """Sends the outputs of a stage to the next one; the last stage has `at_end()`, or gives them to a head of all stages."""
+    """Sends the outputs of a stage to the next one; the last stage has `at_end()`, or gives them to a head of all
+    stages.
+    """
 
     def send_activation() -> Written:
         end = neighbour_end(stage, 0, "activation")
@@ -223,9 +209,7 @@ def _send_or(
     return stage.if_last(at_end, send_activation)
 
 
-def _add_loss(
-    stage: TrainingStage, written: Written, outputs: list[jax.Array], stashes: bool
-) -> Written:
+def _add_loss(stage: TrainingStage, written: Written, outputs: list[jax.Array], stashes: bool) -> Written:
     """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
     if stashes:
         values, aux, written = _loss_and_stash(stage, written, outputs)
@@ -311,21 +295,15 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
                 places = run.split_residuals
-                rings = write_stash(
-                    rings, SPLIT, places, values, stage.slot, i, stage.joins
-                )
+                rings = write_stash(rings, SPLIT, places, values, stage.slot, i, stage.joins)
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
-                gradients = add_gradients(
-                    gradients, run, gp, column, row, stage.joins, microbatch
-                )
+                gradients = add_gradients(gradients, run, gp, column, row, stage.joins, microbatch)
             return stage.stages.values.constrained(gx), rings, gradients
 
         fetch = functools.partial(weights.fetch, run)
-        gy, rings, gradients = for_each_layer(
-            stage, r, layer, (gy, rings, gradients), fetch=fetch, backwards=True
-        )
+        gy, rings, gradients = for_each_layer(stage, r, layer, (gy, rings, gradients), fetch=fetch, backwards=True)
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)
         # Gradients of skips from earlier stages leave with this backward; others meet the layer
@@ -370,16 +348,12 @@ def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Writte
     return stage.if_last(with_loss, lambda: written)
 
 
-def _loss_gradient(
-    stage: TrainingStage, written: Written, read: ReadOnly
-) -> list[jax.Array]:
+def _loss_gradient(stage: TrainingStage, written: Written, read: ReadOnly) -> list[jax.Array]:
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     if stage.stages.vocabulary.head is not None:
         of_head = stage.scalars.slot(HEAD_GRADIENT)
         gradients = [
-            lax.dynamic_index_in_dim(
-                a, of_head, keepdims=False, allow_negative_indices=False
-            )
+            lax.dynamic_index_in_dim(a, of_head, keepdims=False, allow_negative_indices=False)
             for a in read.head_gradient
         ]
         return stage.stages.values.constrained(gradients)
@@ -391,17 +365,12 @@ def _loss_gradient(
     return stage.stages.values.constrained(loss.backward([], stash, gradients)[1])
 
 
-def loss_gradients(
-    device: TrainingDevice, lane: LaneScalars, read: TickArrays
-) -> list[jax.Array]:
+def loss_gradients(device: TrainingDevice, lane: LaneScalars, read: TickArrays) -> list[jax.Array]:
     """The gradients of the minibatch's loss by `LossTerms.values` of a microbatch, times the loss scale."""
     divisors: list[Any] = [device.spec.schedule.num_microbatches]
     if device.minibatch_weights is not None:
         divisors.insert(0, device.minibatch_weights[lane.minibatch])
-    gradients = [
-        jnp.ones((), value.dtype) / divisor
-        for value, divisor in zip(device.spec.loss.outputs, divisors)
-    ]
+    gradients = [jnp.ones((), value.dtype) / divisor for value, divisor in zip(device.spec.loss.outputs, divisors)]
     scale = device.loss_scale(read)
     if scale is None:
         return gradients
@@ -440,16 +409,12 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
             kind: LayerProgram = kind,
         ) -> Packed:
             parameters = weights.for_backward(run, kind, i, fetched)
-            stash = read_layer_stash(
-                _rings(read), run, kind, stage.slot, i, only="weight_stash"
-            )
+            stash = read_layer_stash(_rings(read), run, kind, stage.slot, i, only="weight_stash")
             places = run.split_residuals
             values = read_stash(_rings(read), SPLIT, places, stage.slot, i)
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
-            return add_gradients(
-                gradients, run, values, column, row, stage.joins, microbatch
-            )
+            return add_gradients(gradients, run, values, column, row, stage.joins, microbatch)
 
         fetch = functools.partial(weights.fetch, run)
         gradients = for_each_layer(stage, r, layer, gradients, fetch=fetch)

@@ -1,8 +1,8 @@
 """How the replicas of a stage bring their sums of gradients together in an update, and what each of them then has.
 
     MeanReduction        the mean, or the sum over copies, of all                     all update all weights
-    SharedReduction      the same of its share, and zeros elsewhere                   each updates its share, then all get all
-    CompressedReduction  the mean of what compressors have sent                       all update all weights
+    SharedReduction      the same of its share, and zeros elsewhere                   each updates its share, then all
+    get all CompressedReduction  the mean of what compressors have sent                       all update all weights
 
 Replicas are those along "data", and the copies of a stage. Parts of vocabulary layers are updated by each replica.
 """
@@ -60,7 +60,9 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, arrays: TickArrays) -> TickArrays:
-        """The arrays with the gradients of all replicas of each column that updates: summed over copies, averaged over "data"."""
+        """The arrays with the gradients of all replicas of each column that updates: summed over copies, averaged over
+        "data".
+        """
 
     @property
     def every_copy_counts(self) -> bool:
@@ -76,9 +78,7 @@ class Reduction(abc.ABC):
         return arrays
 
 
-def reduction_of(
-    device: TrainingDevice, scalars: TickScalars, units: Sequence[LaneScalars]
-) -> Reduction:
+def reduction_of(device: TrainingDevice, scalars: TickScalars, units: Sequence[LaneScalars]) -> Reduction:
     """The reduction of a pass; arguments as of `Reduction`."""
     kind: type[Reduction] = MeanReduction
     if device.spec.communication.compress_gradients is not None:
@@ -100,9 +100,7 @@ class MeanReduction(Reduction):
             for unit in self.units:
                 arrays = mean(unit, arrays)
         if spec.schedule.has_copies:
-            gradients = sum_over_copies(
-                device, self.scalars, "update", arrays.gradients
-            )
+            gradients = sum_over_copies(device, self.scalars, "update", arrays.gradients)
             arrays = arrays.replace(gradients=gradients)
         return arrays
 
@@ -126,14 +124,10 @@ class SharedReduction(Reduction):
             num_updates: jax.Array | int,
             arrays: Written,
         ) -> Written:
-            gradients = scatter_over_data(
-                device, program, lane, arrays.gradients, num_updates
-            )
+            gradients = scatter_over_data(device, program, lane, arrays.gradients, num_updates)
             return arrays.replace(gradients=gradients)
 
-        return run_lanes(
-            device, self.scalars, "scatter", ("gradients",), scatter, arrays
-        )
+        return run_lanes(device, self.scalars, "scatter", ("gradients",), scatter, arrays)
 
     @property
     def every_copy_counts(self) -> bool:
@@ -164,16 +158,16 @@ class SharedReduction(Reduction):
         return squares.at[:num_chunks].set(lax.psum(squares[:num_chunks], DATA))
 
     def spread(self, arrays: TickArrays) -> TickArrays:
-        """The weights that an update has written, and those of hooks, in all copies; `Apply` has gathered along "data"."""
+        """The weights that an update has written, and those of hooks, in all copies; `Apply` has gathered along
+        "data".
+        """
         if not self.device.spec.schedule.has_copies:
             return arrays
         num_lanes = self.device.spec.lowered.operations["update"].num_lanes
         lanes = [self.scalars.lane("update", j) for j in range(num_lanes)]
         gather = functools.partial(gather_over_copies, self.device, self.scalars, lanes)
         hooked = {n: gather(n, a) for n, a in arrays.read_parameters.items()}
-        return arrays.replace(
-            parameters=gather("parameters", arrays.parameters), read_parameters=hooked
-        )
+        return arrays.replace(parameters=gather("parameters", arrays.parameters), read_parameters=hooked)
 
 
 class CompressedReduction(Reduction):
@@ -195,18 +189,14 @@ class CompressedReduction(Reduction):
         )
 
 
-def _mean_over_replicas(
-    device: TrainingDevice, lane: LaneScalars, arrays: Record
-) -> Record:
+def _mean_over_replicas(device: TrainingDevice, lane: LaneScalars, arrays: Record) -> Record:
     """Replaces the gradients that the lane updates with by their mean over replicas."""
 
     def mean(gradients: Packed, row: jax.Array) -> Packed:
         lead = device.lead("gradients", row)
         rows = {name: lead(name)[0] for name in gradients}
         own = {
-            name: lax.dynamic_index_in_dim(a, rows[name])
-            for name, a in gradients.items()
-            if not packing.is_on_host(a)
+            name: lax.dynamic_index_in_dim(a, rows[name]) for name, a in gradients.items() if not packing.is_on_host(a)
         }
         means = device.mean_over_replicas(own)
 

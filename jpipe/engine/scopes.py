@@ -36,7 +36,9 @@ class Scope(NamedTuple):
 
     @classmethod
     def found_in(cls, op_name: str) -> "Scope | None":
-        """The scope whose branch is the conditional of this name in a compiled program; None if it is no such branch."""
+        """The scope whose branch is the conditional of this name in a compiled program; None if it is no such
+        branch.
+        """
         found = _COND.search(op_name)
         if found is None:
             return None

@@ -54,18 +54,14 @@ class StatePackings:
     def state_on_host(self) -> frozenset[str]:
         """The names of the arrays of the optimizer's state in host memory."""
         assert self.optimizer_state is not None
-        return self.optimizer_state.on_host.union(
-            *(u.on_host for u in self.unit_states)
-        )
+        return self.optimizer_state.on_host.union(*(u.on_host for u in self.unit_states))
 
 
-def stored_shapes(
-    mesh: Mesh | None, leaves: Iterable[Leaf]
-) -> list[jax.ShapeDtypeStruct]:
+def stored_shapes(mesh: Mesh | None, leaves: Iterable[Leaf]) -> list[jax.ShapeDtypeStruct]:
     """The shapes of leaves of an activation in the state.
 
-    All arrays there have a first axis, which is split over devices: of a leaf that the compiler splits one more than the
-    leaf, of a single number one.
+    All arrays there have a first axis, which is split over devices: of a leaf that the compiler splits one more than
+    the leaf, of a single number one.
     """
     return [
         stored_shape(mesh, leaf, 1)
@@ -147,10 +143,7 @@ def packed_shapes(
             return ()
         return (rows if isinstance(rows, int) else rows.number(name),)
 
-    shapes = {
-        name: jax.ShapeDtypeStruct((*lead(name), *a.shape), a.dtype)
-        for name, a in pack.arrays.items()
-    }
+    shapes = {name: jax.ShapeDtypeStruct((*lead(name), *a.shape), a.dtype) for name, a in pack.arrays.items()}
     for name, spec in pack.specs.items() if mesh is not None else ():
         assert mesh is not None
         dims = [None] * (len(lead(name)) + 1) + list(spec)

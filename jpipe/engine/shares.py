@@ -69,9 +69,7 @@ def places(slots: LeafSlots, i: jax.Array | int, copy: int = 0) -> list[Place]:
     return [dataclasses.replace(place, base=start) for start in of_leaves]
 
 
-def read_turn(
-    arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Lead
-) -> list[jax.Array]:
+def read_turn(arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Lead) -> list[jax.Array]:
     """The leaves of turn i."""
     return [packing.read(arrays, place, lead) for place in places(slots, i)]
 
@@ -202,16 +200,12 @@ def scatter_over_data(
         device.spec.num_replicas,
     )
 
-    def scattered(
-        division: Division, leaves: Sequence[jax.Array], spec: tuple
-    ) -> list[jax.Array]:
+    def scattered(division: Division, leaves: Sequence[jax.Array], spec: tuple) -> list[jax.Array]:
         axis = division.axis
         part = _part(division.stacked(leaves), axis, rank.copy)
         if size > 1:
             alone = division.part_spec(spec)
-            scatter = functools.partial(
-                lax.psum_scatter, axis_name=DATA, scatter_dimension=axis
-            )
+            scatter = functools.partial(lax.psum_scatter, axis_name=DATA, scatter_dimension=axis)
             part = _on_blocks(scatter, part, _inserted(alone, axis), alone) / size
         else:
             part = _part(part, axis, 0)
@@ -224,14 +218,10 @@ def scatter_over_data(
             (number,) = read_turn(gradients, slots, 0, lead)
             mean = jnp.where(num_updates > 0, device.mean_over_replicas(number), number)
             gradients = write_turn(gradients, slots, 0, lead, [mean])
-    return _each_turn(
-        program, "inputs", ("gradients",), num_updates, gradients, lead, scattered
-    )
+    return _each_turn(program, "inputs", ("gradients",), num_updates, gradients, lead, scattered)
 
 
-def scatter_over_copies(
-    device: TrainingDevice, scalars: TickScalars, gradients: Packed
-) -> Packed:
+def scatter_over_copies(device: TrainingDevice, scalars: TickScalars, gradients: Packed) -> Packed:
     """The gradients of stages with copies: each copy has the sum of its part, and zeros elsewhere.
 
     Single numbers have their sums on all copies. All devices call this.
@@ -252,9 +242,7 @@ def scatter_over_copies(
                 numbers = read_turn(gradients, slots, 0, lead)
                 sums = [jnp.where(n > 0, ring.sum(a), a) for a in numbers]
                 gradients = write_turn(gradients, slots, 0, lead, sums)
-        return _each_turn(
-            program, "inputs", ("gradients",), n, gradients, lead, scattered
-        )
+        return _each_turn(program, "inputs", ("gradients",), n, gradients, lead, scattered)
 
     return each_stage(device, scalars, scatter, gradients)
 
@@ -285,9 +273,7 @@ def _each_turn(
         if division is None or not of_group:
             continue
 
-        def turn(
-            i: Any, arrays: Packed, of_group=of_group, division=division
-        ) -> Packed:
+        def turn(i: Any, arrays: Packed, of_group=of_group, division=division) -> Packed:
             for slots in of_group:
                 place, _ = slots.copies[0]
                 leaves = read_turn(arrays, slots, i, lead)
@@ -320,10 +306,7 @@ def gather_over_copies(
     """
 
     def gather(ring: Ring, program: StageUpdate, weights: Packed, n: Any) -> Packed:
-        row = sum(
-            jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.row, 0)
-            for lane in lanes
-        )
+        row = sum(jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.row, 0) for lane in lanes)
 
         def gathered(division: Division, leaves: Sequence, _: tuple) -> list:
             stacked = division.stacked(leaves)
@@ -369,7 +352,5 @@ def each_stage(
     return arrays
 
 
-def _once(
-    exchange: Callable, ring: Ring, program: StageUpdate, arrays: Arrays, _: None
-) -> Arrays:
+def _once(exchange: Callable, ring: Ring, program: StageUpdate, arrays: Arrays, _: None) -> Arrays:
     return exchange(ring, program, arrays, 1)

@@ -85,7 +85,9 @@ class PassSpec(abc.ABC):
     @property
     @abc.abstractmethod
     def drops_branches(self) -> bool:
-        """Whether an operation has no branch in the ticks of a phase if all devices run one program of it in all of them."""
+        """Whether an operation has no branch in the ticks of a phase if all devices run one program of it in all of
+        them.
+        """
 
     @property
     @abc.abstractmethod
@@ -185,8 +187,7 @@ class PassSpec(abc.ABC):
         """Inbox of a message of forwards -> the codecs of its leaves, for each sender."""
         stages = self.stages
         return {"activation": [*stages.codecs]} | {
-            f"skip{i}": [tuple(itertools.chain(*portal.codecs.values()))]
-            for i, portal in enumerate(stages.portals)
+            f"skip{i}": [tuple(itertools.chain(*portal.codecs.values()))] for i, portal in enumerate(stages.portals)
         }
 
     def _find_routes(self, gradients: Packing | None) -> list[tuple[Route, Packing]]:
@@ -245,9 +246,7 @@ class PassSpec(abc.ABC):
             constants["layer", r] = np.add(firsts, layers_before)
         on_layers = ("forward", "backward", "weight_grad", "commit")
         everywhere = ("embed", "embed_backward", "head")
-        return dict.fromkeys(on_layers, constants) | dict.fromkeys(
-            everywhere, self._one_program
-        )
+        return dict.fromkeys(on_layers, constants) | dict.fromkeys(everywhere, self._one_program)
 
     @property
     def _one_program(self) -> StageConstants:
@@ -276,9 +275,7 @@ class ForwardPass(PassSpec):
         together = self.stages.vocabulary.together(self.stages.num_stages)
         forwards = {n: f for n, f in together.items() if f.operation == "forward"}
         routes = [route for route, _ in self.routes]
-        return lower(
-            self.schedule, routes=routes, target=self.target, together=forwards
-        )
+        return lower(self.schedule, routes=routes, target=self.target, together=forwards)
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:

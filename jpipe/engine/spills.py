@@ -3,8 +3,9 @@
 `jpipe.lowering.spills` says what moves in which tick. The two transfers of a tick need nothing that the tick
 computes, so they begin before its operations and end after them.
 
-Rings are written before they are read, as in all of a tick. In host memory, the staged slot is written before the other slot
-is read there. On the device, what comes from the host is written into the ring, and then the slot that leaves is read.
+Rings are written before they are read, as in all of a tick. In host memory, the staged slot is written before the other
+slot is read there. On the device, what comes from the host is written into the ring, and then the slot that leaves is
+read.
 """
 
 from collections.abc import Mapping
@@ -35,9 +36,7 @@ class Transfer(NamedTuple):
     stored: Packed
 
 
-def begin(
-    spec: PassSpec, scalars: TickScalars, arrays: TickArrays
-) -> dict[str, Transfer]:
+def begin(spec: PassSpec, scalars: TickScalars, arrays: TickArrays) -> dict[str, Transfer]:
     """The transfers of a tick, by ring."""
     transfers = {}
     for ring, spill in spec.lowered.spills.items():
@@ -71,10 +70,7 @@ def end(
             return {n: put_row(a, loaded[n], slot) for n, a in stash.items()}
 
         def leave(_: Packed, stash: Packed, slot=now.leaves) -> Packed:
-            return {
-                n: lax.dynamic_index_in_dim(a, slot, allow_negative_indices=False)
-                for n, a in stash.items()
-            }
+            return {n: lax.dynamic_index_in_dim(a, slot, allow_negative_indices=False) for n, a in stash.items()}
 
         stash = getattr(arrays, ring)
         stash = guarded(target, now.arrives >= 0, arrive, stash, loaded)

@@ -53,8 +53,8 @@ def for_each_layer(
       r: number of the run.
       body: `(i, fetched, state) -> state`.
       state: before the first layer.
-      fetch: `i -> values` that a layer needs from host memory. In a loop they come while the layer before runs, so the last
-        layer stands after the loop: nothing is fetched that no layer reads.
+      fetch: `i -> values` that a layer needs from host memory. In a loop they come while the layer before runs, so the
+        last layer stands after the loop: nothing is fetched that no layer reads.
       backwards: whether the last layer comes first.
     """
     lengths = _lengths(stage, r)
@@ -325,9 +325,7 @@ def run_layers(
                 y, aux = kind.forward(parameters, [*x, *popped], extra)
             else:
                 y, stash, aux = kind.forward_and_stash(parameters, [*x, *popped], extra)
-                rings = write_layer_stash(
-                    rings, run, kind, stash, stage.slot, i, stage.joins
-                )
+                rings = write_layer_stash(rings, run, kind, stash, stage.slot, i, stage.joins)
             update = stage.stages.mutable[run.kind]
             records, new = aux[: update.num_recorded], aux[update.num_recorded :]
             if statistics is not None and records:
@@ -341,30 +339,20 @@ def run_layers(
                 if joins:
                     joined.extend(zip(places, kept, strict=True))
                 else:
-                    statistics = packing.write_all(
-                        statistics, places, row, kept, at, joined=True
-                    )
+                    statistics = packing.write_all(statistics, places, row, kept, at, joined=True)
             if moving is not None and update.sequence:
                 moved = [run.state[j] for j in update.sequence]
                 values = update.sequence_values(extra[1:], new)
                 column, at = stage.column("mutable_state"), stage.runtime_index(i)
-                moving = packing.write_all(
-                    moving, moved, column, values, at, joined=True
-                )
+                moving = packing.write_all(moving, moved, column, values, at, joined=True)
             return stage.stages.values.constrained(y), rings, statistics, moving
 
         fetch = functools.partial(weights.fetch, run)
-        y, rings, statistics, moving = for_each_layer(
-            stage, r, layer, (x, rings, statistics, moving), fetch=fetch
-        )
+        y, rings, statistics, moving = for_each_layer(stage, r, layer, (x, rings, statistics, moving), fetch=fetch)
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
     if joined:
         assert statistics is not None
         places, kept = zip(*joined)
-        statistics = packing.write_all(
-            statistics, places, row, kept, joined_at, joined=True
-        )
-    return LayersResult(
-        x, skips, rings, statistics, mutable_state if moving is None else moving
-    )
+        statistics = packing.write_all(statistics, places, row, kept, joined_at, joined=True)
+    return LayersResult(x, skips, rings, statistics, mutable_state if moving is None else moving)

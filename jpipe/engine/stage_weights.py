@@ -29,8 +29,8 @@ class StageWeights(NamedTuple):
       stage: the stage.
       arrays: hold the weights.
       mutable_state: of the layers.
-      cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each layer casts
-        its own.
+      cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each
+        layer casts its own.
     """
 
     stage: StageContext
@@ -39,9 +39,7 @@ class StageWeights(NamedTuple):
     cast: Mapping[tuple[Place, Any], jax.Array]
 
     @classmethod
-    def of(
-        cls, stage: StageContext, read: TickArrays, weight_pass: str
-    ) -> "StageWeights":
+    def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         arrays = read.read_parameters.get(weight_pass, read.parameters)
         constants = read.mutable_state if "mutable_state" in read else {}
@@ -52,9 +50,7 @@ class StageWeights(NamedTuple):
         far = [place for place in run.parameters if place.on_host]
         return packing.read_all(self.arrays, far, self.stage.version, i)
 
-    def of_layer(
-        self, run: LayerRun, i: jax.Array | int, fetched: Fetched
-    ) -> list[jax.Array]:
+    def of_layer(self, run: LayerRun, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
         """The weights of layer i of a run, gathered from the axis "fsdp".
 
         Args:
@@ -77,14 +73,10 @@ class StageWeights(NamedTuple):
         dtype = self.stage.spec.numbers.compute_dtype
         return gathered_along_fsdp(run.parameters, values, dtype)
 
-    def for_backward(
-        self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched
-    ) -> list[jax.Array]:
+    def for_backward(self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
         """The weights of layer i of a run, then the constants of its state, see `LayerProgram.constants`."""
         column = self.stage.column("mutable_state")
-        places = [
-            run.state[j - 1] for j in kind.constants
-        ]  # the key comes before the state
+        places = [run.state[j - 1] for j in kind.constants]  # the key comes before the state
         constants = packing.read_all(self.mutable_state, places, column, i)
         return [*self.of_layer(run, i, fetched), *constants]
 
@@ -93,14 +85,12 @@ _SMALL = 2**14
 """The most numbers of a weight that is cast together with others."""
 
 
-def _cast_at_once(
-    stage: StageContext, arrays: Packed
-) -> dict[tuple[Place, Any], jax.Array]:
+def _cast_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
     """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
 
-    Layers have many biases and scales, and a GPU starts a kernel for each that is cast. XLA joins casts of one size to one
-    kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel copies the
-    weights, and a few others cast them.
+    Layers have many biases and scales, and a GPU starts a kernel for each that is cast. XLA joins casts of one size to
+    one kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel
+    copies the weights, and a few others cast them.
     """
     dtype = stage.spec.numbers.compute_dtype
     if not stage.joins or dtype is None:
@@ -143,6 +133,4 @@ def gathered_along_fsdp(
         dtype = compute_dtype if compute_dtype and cast_first else value.dtype
         return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
 
-    return [
-        gathered(value, place.spec) for value, place in zip(values, places, strict=True)
-    ]
+    return [gathered(value, place.spec) for value, place in zip(values, places, strict=True)]

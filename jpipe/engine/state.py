@@ -85,18 +85,12 @@ def _counter(facts: StateFacts) -> jax.ShapeDtypeStruct:
 
 @functools.cache
 def _key_data(impl: Any) -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(
-        lambda: jax.random.key_data(jax.random.key(0, impl=impl))[None]
-    )
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))[None])
 
 
 def _stash(ring: str, facts: StateFacts) -> dict[str, Any]:
     lowered = facts.lowered
-    if (
-        not lowered.num_slots[ring]
-        or lowered.schedule.forward_only
-        or ring in facts.tick_stashes
-    ):
+    if not lowered.num_slots[ring] or lowered.schedule.forward_only or ring in facts.tick_stashes:
         return {}
     return packed_shapes(facts.mesh, facts.packings.rings[ring], facts.array_rows[ring])
 
@@ -104,9 +98,7 @@ def _stash(ring: str, facts: StateFacts) -> dict[str, Any]:
 def _inbox(facts: StateFacts) -> dict[str, Any]:
     slots = facts.lowered.num_slots
     return {
-        route.inbox: packed_shapes(
-            facts.mesh, pack, slots[route.inbox] + NUM_DISCARD_SLOTS
-        )
+        route.inbox: packed_shapes(facts.mesh, pack, slots[route.inbox] + NUM_DISCARD_SLOTS)
         for route, pack in facts.packings.messages
         if slots[route.inbox]
     }
@@ -135,9 +127,7 @@ def _host_stash(facts: StateFacts) -> dict[str, Any]:
     return {
         ring: {
             name: jax.ShapeDtypeStruct(stored_on_host(a.shape), a.dtype)
-            for name, a in packed_shapes(
-                None, facts.packings.rings[ring], spill.num_slots + NUM_DISCARD_SLOTS
-            ).items()
+            for name, a in packed_shapes(None, facts.packings.rings[ring], spill.num_slots + NUM_DISCARD_SLOTS).items()
         }
         for ring, spill in facts.lowered.spills.items()
     }
@@ -145,9 +135,7 @@ def _host_stash(facts: StateFacts) -> dict[str, Any]:
 
 def _staged(facts: StateFacts) -> dict[str, Any]:
     rings = facts.packings.rings
-    return {
-        ring: packed_shapes(facts.mesh, rings[ring], 1) for ring in facts.lowered.spills
-    }
+    return {ring: packed_shapes(facts.mesh, rings[ring], 1) for ring in facts.lowered.spills}
 
 
 def _with_gradients(leaves: Sequence[Leaf]) -> list[Leaf]:
@@ -185,9 +173,7 @@ def _batches(facts: StateFacts) -> Any:
 # -- The list
 
 
-def _of_runs(
-    name: str, stages: Stages, stage: int
-) -> Iterator[tuple[int, Sequence, int]]:
+def _of_runs(name: str, stages: Stages, stage: int) -> Iterator[tuple[int, Sequence, int]]:
     """The leaves of each layer at the places that its run has under a name."""
     for layer, run, row in stages.layer_runs(stage):
         yield layer, getattr(run, name), row
@@ -205,9 +191,7 @@ def _state_held(facts: StateFacts) -> Held:
 def _state_on_host(facts: StateFacts) -> frozenset[str]:
     packings = facts.packings
     assert packings.optimizer_state is not None
-    return packings.optimizer_state.on_host.union(
-        *(unit.on_host for unit in packings.unit_states)
-    )
+    return packings.optimizer_state.on_host.union(*(unit.on_host for unit in packings.unit_states))
 
 
 STATE_ARRAYS = (
@@ -250,9 +234,7 @@ STATE_ARRAYS = (
     StateArray(
         "mutable_state",
         "state",
-        lambda facts: packed_shapes(
-            None, facts.packings.mutable_state, facts.array_rows["mutable_state"]
-        ),
+        lambda facts: packed_shapes(None, facts.packings.mutable_state, facts.array_rows["mutable_state"]),
         adopted=Adopted.LEAVES,
         leaves=LayerLeaves(
             "mutable_state",
@@ -297,12 +279,7 @@ STATE_ARRAYS = (
         memory="gradients",
         on_host=lambda facts: facts.packings.accumulators.on_host,
     ),
-    *(
-        buffer(
-            ring, "activations", functools.partial(_stash, ring), in_forward_only=True
-        )
-        for ring in STASHES
-    ),
+    *(buffer(ring, "activations", functools.partial(_stash, ring), in_forward_only=True) for ring in STASHES),
     buffer("staged", "host stashes", _staged, in_forward_only=True),
     buffer(
         "host_stash",
@@ -340,29 +317,19 @@ STATE_ARRAYS = (
     buffer(
         "embedded_gradient",
         "vocabulary",
-        lambda facts: stored_shapes(
-            facts.mesh, _with_gradients(facts.packings.embedded)
-        ),
+        lambda facts: stored_shapes(facts.mesh, _with_gradients(facts.packings.embedded)),
     ),
     buffer(HEAD_GRADIENT, "vocabulary", _head_gradient),
     # Of the microbatches of a minibatch that have run forward.
     buffer(
         "statistics",
         "state",
-        lambda facts: packed_shapes(
-            None, facts.packings.statistics, facts.array_rows["statistics"]
-        ),
+        lambda facts: packed_shapes(None, facts.packings.statistics, facts.array_rows["statistics"]),
     ),
     buffer("squared_norm", "state", _squared_norm),
-    buffer(
-        "minibatch_weights", "batch", _minibatch_weights, words="weights of minibatches"
-    ),
-    buffer(
-        "batches", "batch", _batches, words="kept minibatches", in_forward_only=True
-    ),
-    StateArray(
-        "round", "state", _counter, lives=Lives.COUNTER, words="number of steps"
-    ),
+    buffer("minibatch_weights", "batch", _minibatch_weights, words="weights of minibatches"),
+    buffer("batches", "batch", _batches, words="kept minibatches", in_forward_only=True),
+    StateArray("round", "state", _counter, lives=Lives.COUNTER, words="number of steps"),
     StateArray(
         "started",
         "state",
@@ -404,7 +371,8 @@ class PipelineState:
     on one device.
 
     Attributes:
-      parameters: packed weights, `[D * W, ...]`, W rows for the versions of a device's stages; `Pipeline.get_params` unpacks them.
+      parameters: packed weights, `[D * W, ...]`, W rows for the versions of a device's stages; `Pipeline.get_params`
+        unpacks them.
       read_parameters: the weights that the hooks compute for a "forward" or a "backward", packed
         like `parameters`; empty without hooks or delays.
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`; `[devices * R, ...]` if replicas
@@ -446,8 +414,7 @@ class PipelineState:
         def line(name: str) -> str:
             leaves = jax.tree.leaves_with_path(getattr(self, name))
             texts = [
-                f"{jax.tree_util.keystr(path)} {getattr(a, 'dtype', type(a).__name__)}"
-                f"{list(np.shape(a))}".strip()
+                f"{jax.tree_util.keystr(path)} {getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}".strip()
                 for path, a in leaves
             ]
             num_bytes = sum(size(a) for _, a in leaves)
@@ -459,8 +426,8 @@ class PipelineState:
     def arrays(self) -> collections.OrderedDict[str, Any]:
         """All arrays by field, in the order of the fields, without the program.
 
-        Compiled functions take these. JAX keeps the structure of arguments after the function is gone, and the structure of a
-        state holds the program.
+        Compiled functions take these. JAX keeps the structure of arguments after the function is gone, and the
+        structure of a state holds the program.
         """
         names = (f.name for f in dataclasses.fields(self) if f.name != "program")
         return collections.OrderedDict((name, getattr(self, name)) for name in names)

@@ -117,12 +117,13 @@ class StateArray:
     """An array of the state, or a tree of arrays with one use.
 
     Attributes:
-      name: the field of `PipelineState` and the attribute of `TickArrays`. What is in flight lies in the field `buffers`.
+      name: the field of `PipelineState` and the attribute of `TickArrays`. What is in flight lies in the field
+        `buffers`.
       use: what it is for: "weights", "optimizer", "gradients", "activations" (kept from a forward to its backward),
         "messages" (between stages), "vocabulary" (between stages and layers that all stages run), "host stashes",
         "batch", "compression" or "state".
-      shapes: its local shapes on a device, by `StateFacts`. The first axis is split over devices. None: there is no such
-        array.
+      shapes: its local shapes on a device, by `StateFacts`. The first axis is split over devices. None: there is no
+        such array.
       lives: how long it holds something.
       held: what replicas hold of it, by `StateFacts`.
       adopted: what becomes of it in another layout.
@@ -164,9 +165,7 @@ class StateArray:
         return self.words or self.name.replace("_", " ")
 
 
-def buffer(
-    name: str, use: str, shapes: Callable[[StateFacts], Any], **options: Any
-) -> StateArray:
+def buffer(name: str, use: str, shapes: Callable[[StateFacts], Any], **options: Any) -> StateArray:
     """An array in the field `buffers`."""
     defaults: dict[str, Any] = {
         "lives": Lives.IN_FLIGHT,

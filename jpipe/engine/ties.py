@@ -35,9 +35,7 @@ def _by_chunk(copy: TiedCopy) -> list[tuple[int, list[int]]]:
     return list(chunks.items())
 
 
-def sum_tied_gradients(
-    device: TrainingDevice, copies: Sequence[TiedCopy], arrays: TickArrays
-) -> TickArrays:
+def sum_tied_gradients(device: TrainingDevice, copies: Sequence[TiedCopy], arrays: TickArrays) -> TickArrays:
     gradients = arrays.gradients
     lead = functools.partial(device.lead, "gradients")
     total: Any = 0
@@ -55,15 +53,11 @@ def sum_tied_gradients(
             if copy is copies[0]:
                 new = jnp.where(device.position == home, total, new)
             new = jnp.where(_is_on(device, devices), new, old)
-            gradients = packing.write(
-                gradients, copy.gradient, lead(chunk), new, copy.row
-            )
+            gradients = packing.write(gradients, copy.gradient, lead(chunk), new, copy.row)
     return arrays.replace(gradients=gradients)
 
 
-def copy_tied_weights(
-    device: TrainingDevice, copies: Sequence[TiedCopy], arrays: TickArrays
-) -> TickArrays:
+def copy_tied_weights(device: TrainingDevice, copies: Sequence[TiedCopy], arrays: TickArrays) -> TickArrays:
     first = copies[0]
     # Copies on the stage of the first were updated with it.
     others = [copy for copy in copies if copy.stage_copies != first.stage_copies]
@@ -79,7 +73,5 @@ def copy_tied_weights(
         for chunk, devices in _by_chunk(copy):
             old = packing.read(parameters, copy.place, lead(chunk), copy.row)
             new = jnp.where(_is_on(device, devices), value, old)
-            parameters = packing.write(
-                parameters, copy.place, lead(chunk), new, copy.row
-            )
+            parameters = packing.write(parameters, copy.place, lead(chunk), new, copy.row)
     return arrays.replace(parameters=parameters)

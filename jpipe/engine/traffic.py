@@ -78,18 +78,12 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
     update, of_mean = engine.updates.programs[u], 2 * (number - 1) / number
 
     def total(places: Sequence[Place], packing: Packing) -> int:
-        sizes = (
-            math.prod(p.shape) * packing.arrays[p.array].dtype.itemsize for p in places
-        )
+        sizes = (math.prod(p.shape) * packing.arrays[p.array].dtype.itemsize for p in places)
         return sum(sizes)
 
-    plain = round(
-        of_mean
-        * total([place for (place, _), *_ in update.parameters], stages.parameters)
-    )
+    plain = round(of_mean * total([place for (place, _), *_ in update.parameters], stages.parameters))
     formed, factors = (
-        places_of(placed for placed, _ in update.gradients if placed.sum.group == group)
-        for group in (SUMS, FACTORS)
+        places_of(placed for placed, _ in update.gradients if placed.sum.group == group) for group in (SUMS, FACTORS)
     )
     # Of factors, which every microbatch updates, and of all other gradients.
     exchanged = total(formed, stages.accumulators)
@@ -100,8 +94,7 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
     )
     if compressor is not None:
         num_bytes = sum(
-            len(group.starts[u]) * compressor.exchanged_bytes(group.like, number)
-            for group in engine.gradient_groups
+            len(group.starts[u]) * compressor.exchanged_bytes(group.like, number) for group in engine.gradient_groups
         )
     return MessageRecord("weights", s, s, num_bytes, plain)
 
@@ -120,9 +113,7 @@ def _plain_portal(portal: Any) -> Any:
 # -- In a step
 
 
-def counts(
-    engine: TrainingPass, compression: MessageCompression, kept: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+def counts(engine: TrainingPass, compression: MessageCompression, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
     """What the compressors report after a step, over all devices.
 
     Args:
@@ -133,8 +124,9 @@ def counts(
     Returns:
       "message_ratio" and "gradient_ratio", how many times fewer bytes are sent, over all messages of a microbatch and
       over the gradients of all stages; "error_norm", of all that replicas have not sent of their gradients. And of
-      compressors that report them "gradient_density" and "message_density", the mean part of the entries that passed the latest thresholds, and
-      "gradient_overflow" and "message_overflow", the entries so far that passed without room.
+      compressors that report them "gradient_density" and "message_density", the mean part of the entries that passed
+      the latest thresholds, and "gradient_overflow" and "message_overflow", the entries so far that passed without
+      room.
     """
     found = _ratios(messages(engine))
     of_gradients, of_messages = (
@@ -146,17 +138,14 @@ def counts(
         squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in errors]
         found["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))
         states = [
-            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state)
-            for state in of_gradients["states"].values()
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state) for state in of_gradients["states"].values()
         ]
         found |= _counts("gradient", engine.communication.compress_gradients, states)
     activations, gradients = compression
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():
         states = [
-            state
-            for key, state in of_messages.items()
-            if is_gradient(inbox_of(key)) == (name == "message_gradient")
+            state for key, state in of_messages.items() if is_gradient(inbox_of(key)) == (name == "message_gradient")
         ]
         found |= _counts(name, compressor, states)
     return found
@@ -167,9 +156,7 @@ def _ratios(records: Sequence[MessageRecord]) -> dict[str, jax.Array]:
     found = {}
     for name, of_replicas in ("message", False), ("gradient", True):
         of = [r for r in records if (r.source == r.target) == of_replicas]
-        plain, sent = (
-            sum(getattr(r, n) for r in of) for n in ("plain_bytes", "num_bytes")
-        )
+        plain, sent = (sum(getattr(r, n) for r in of) for n in ("plain_bytes", "num_bytes"))
         if plain != sent:
             found[f"{name}_ratio"] = jnp.float32(plain / max(sent, 1))
     return found
@@ -184,9 +171,7 @@ def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
     found = {}
     for key in of_states[0]:
         # In float32: the sum of many counts may be beyond int32.
-        values = jnp.concatenate(
-            [counts[key].reshape(-1).astype(jnp.float32) for counts in of_states]
-        )
+        values = jnp.concatenate([counts[key].reshape(-1).astype(jnp.float32) for counts in of_states])
         total = jnp.sum(values)
         if key == "density":  # some states are of no array, and sent nothing
             total = total / jnp.maximum(jnp.sum(values > 0), 1)

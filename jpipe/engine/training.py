@@ -125,37 +125,32 @@ class TrainingPass(PassSpec):
         shapes = gradient_shapes(self._facts)
         return {
             "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
-            "states": compressor_states(
-                self.communication.compress_gradients, self.gradient_groups, R
-            ),
+            "states": compressor_states(self.communication.compress_gradients, self.gradient_groups, R),
         }
 
     @property
     def updates_in_every_tick(self) -> bool:
         """Whether every tick runs `jpipe.engine.updates.update`, with or without a column to update.
 
-        What all updates exchange is a few numbers, and exchanging them in every tick costs less than a wait for the host. Means
-        over replicas, sums over copies and sums of tied gradients are large.
+        What all updates exchange is a few numbers, and exchanging them in every tick costs less than a wait for the
+        host. Means over replicas, sums over copies and sums of tied gradients are large.
         """
         small = self.num_replicas == 1 and not self.stages.ties
         small = small and not self.schedule.has_copies
         return self.target.updates_in_every_tick and small
 
     def _array_rows(self) -> dict[str, ArrayRows]:
-        """Those of `PassSpec`, and of "gradients" (also errors of compression), "optimizer_state", and each of `STASHES`
-        that the table has."""
+        """Those of `PassSpec`, and of "gradients" (also errors of compression), "optimizer_state", and each of
+        `STASHES` that the table has."""
         stages, updates = self.stages, self.updates
         rings = {
-            ring: ArrayRows.of_slots(
-                self.lowered, ring, pack.arrays, self._arrays_of_stages(pack)
-            )
+            ring: ArrayRows.of_slots(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))
             for ring, pack in self.packings.rings.items()
             if self.lowered.num_slots[ring]
         }
         # The owners of the optimizer's state are shares of updates.
         of_updates = [
-            {piece.place.array for of_leaf in update.state for piece in of_leaf}
-            for update in updates.programs
+            {piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.programs
         ]
         of_state = [of_updates[u] for u in updates.program_of_stage]
         state = ArrayRows.of_columns(self.lowered, updates.state.arrays, of_state)
@@ -246,8 +241,7 @@ class TrainingPass(PassSpec):
     def commits(self) -> bool:
         """Whether copies of stages put their statistics together and then move mutable state."""
         return self.schedule.has_copies and any(
-            update.statistics or (self.num_replicas > 1 and update.varying)
-            for update in self.stages.mutable
+            update.statistics or (self.num_replicas > 1 and update.varying) for update in self.stages.mutable
         )
 
     def _message_codecs(self) -> dict[str, list]:
@@ -273,8 +267,4 @@ class TrainingPass(PassSpec):
             for layer, run, row in stages.layer_runs(s)
             for j, (place, placed) in enumerate(zip(run.parameters, run.gradients))
         }
-        return [
-            [copy_of_leaf[leaf] for leaf in leaves]
-            for leaves in stages.ties
-            if leaves[0] in copy_of_leaf
-        ]
+        return [[copy_of_leaf[leaf] for leaf in leaves] for leaves in stages.ties if leaves[0] in copy_of_leaf]

@@ -36,9 +36,7 @@ SENT = {"forward": "sent_activations", "backward": "sent_gradients"}
 
 def put_row(array: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
     """`array` with row `index`, not negative, replaced."""
-    return lax.dynamic_update_index_in_dim(
-        array, row, index, 0, allow_negative_indices=False
-    )
+    return lax.dynamic_update_index_in_dim(array, row, index, 0, allow_negative_indices=False)
 
 
 # -- Between devices
@@ -56,10 +54,7 @@ def receive(
         channel = spec.lowered.channels[number]
         for inbox in channel.arrives:
             slot = scalars.channel(number).slot(inbox)
-            inboxes[inbox] = {
-                name: put_row(array, message[name], slot)
-                for name, array in inboxes[inbox].items()
-            }
+            inboxes[inbox] = {name: put_row(array, message[name], slot) for name, array in inboxes[inbox].items()}
     return arrays.replace(inbox=inboxes)
 
 
@@ -102,18 +97,14 @@ def move(
     return received
 
 
-def _select_output(
-    arrays: TickArrays, scalars: TickScalars, number: int, channel: Channel
-) -> Packed:
+def _select_output(arrays: TickArrays, scalars: TickScalars, number: int, channel: Channel) -> Packed:
     """The output that the device sends through a channel in this tick."""
     outputs = {**arrays.sent_activations, **arrays.sent_gradients}
     first, *others = channel.lanes
     message = outputs[first]
     for j in others:
         chosen = scalars.channel(number).lane == j
-        message = jax.tree.map(
-            functools.partial(jnp.where, chosen), outputs[j], message
-        )
+        message = jax.tree.map(functools.partial(jnp.where, chosen), outputs[j], message)
     return message
 
 
@@ -155,10 +146,7 @@ class MessageEnd(NamedTuple):
 
     def arrived(self, read: TickArrays) -> list[jax.Array]:
         """The leaves that have arrived."""
-        return [
-            codec.decode(wire, self._gradient)
-            for codec, wire in zip(self.codecs, self.wires(read), strict=True)
-        ]
+        return [codec.decode(wire, self._gradient) for codec, wire in zip(self.codecs, self.wires(read), strict=True)]
 
     def send(
         self,
@@ -179,9 +167,7 @@ class MessageEnd(NamedTuple):
         kept: dict[str, Any] = dict(states.message_compression)
         wires: list[jax.Array] = []
         for i, (codec, value) in enumerate(zip(self.codecs, values, strict=True)):
-            first_state = jax.eval_shape(
-                functools.partial(codec.first_state, self._gradient)
-            )
+            first_state = jax.eval_shape(functools.partial(codec.first_state, self._gradient))
             key = state_key(self.inbox, self.first + i, first_state)
             state = self._state(codec, kept.get(key))
             if self._gradient:
@@ -191,9 +177,7 @@ class MessageEnd(NamedTuple):
             wires += wire
             if key in kept:
                 (chunk,) = self.stage.column("message_compression")(key)
-                kept[key] = jax.tree.map(
-                    lambda a, b, chunk=chunk: put_row(a, b, chunk), kept[key], state
-                )
+                kept[key] = jax.tree.map(lambda a, b, chunk=chunk: put_row(a, b, chunk), kept[key], state)
         if "message_compression" in written:
             written = written.replace(message_compression=kept)
         lane, spec = self.stage.scalars, self.stage.spec
@@ -213,9 +197,7 @@ class MessageEnd(NamedTuple):
             return codec.first_state(self._gradient)
         (chunk,) = self.stage.column("message_compression")(self.inbox)
         return jax.tree.map(
-            lambda a: lax.dynamic_index_in_dim(
-                a, chunk, keepdims=False, allow_negative_indices=False
-            ),
+            lambda a: lax.dynamic_index_in_dim(a, chunk, keepdims=False, allow_negative_indices=False),
             kept,
         )
 
@@ -230,18 +212,14 @@ def neighbour_end(stage: StageContext, offset: int, inbox: str) -> MessageEnd:
     owner = next(o for o in owners if 0 <= o < num_messages)
     codecs: Sequence[LeafCodec] = stages.codecs[owner]
     if is_gradient(inbox):
-        return MessageEnd(
-            stage, inbox, with_gradients(codecs), stages.gradients.places[owner]
-        )
+        return MessageEnd(stage, inbox, with_gradients(codecs), stages.gradients.places[owner])
     return MessageEnd(stage, inbox, codecs, stages.activations.places[owner])
 
 
 # -- Skips
 
 
-def _skip_ends(
-    stage: StageContext, end: str, gradient: bool
-) -> Iterator[tuple[str, MessageEnd]]:
+def _skip_ends(stage: StageContext, end: str, gradient: bool) -> Iterator[tuple[str, MessageEnd]]:
     """Skip -> its end, for skips whose `end`, "source" or "target", is in the stage's program."""
     for i, portal in enumerate(stage.stages.portals):
         if getattr(portal, end) not in stage.program.stages:
@@ -263,9 +241,7 @@ def arrived_skips(stage: StageContext, read: TickArrays) -> dict[str, list[jax.A
     return {name: end.arrived(read) for name, end in ends}
 
 
-def arrived_skip_gradients(
-    stage: StageContext, read: TickArrays
-) -> dict[str, list[jax.Array]]:
+def arrived_skip_gradients(stage: StageContext, read: TickArrays) -> dict[str, list[jax.Array]]:
     """Name -> gradients of the skips that this stage has sent to later stages."""
     ends = _skip_ends(stage, "source", gradient=True)
     return {name: end.arrived(read) if end.places else [] for name, end in ends}
@@ -308,8 +284,4 @@ def wires_with_gradients(end: MessageEnd, read: TickArrays) -> list[list[jax.Arr
     codecs = end.codecs
     if not any(codec.compression.is_sparse for codec in codecs):
         return [[] for _ in with_gradients(codecs)]
-    return [
-        wire
-        for codec, wire in zip(codecs, end.wires(read), strict=True)
-        if is_inexact(codec.leaf.aval)
-    ]
+    return [wire for codec, wire in zip(codecs, end.wires(read), strict=True) if is_inexact(codec.leaf.aval)]

@@ -46,9 +46,7 @@ def row_of(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
     return lane.chunk if unit_of(device, lane) is None else jnp.int32(0)
 
 
-def own_gradients(
-    device: TrainingDevice, lane: LaneScalars, gradients: Packed
-) -> Packed:
+def own_gradients(device: TrainingDevice, lane: LaneScalars, gradients: Packed) -> Packed:
     """Those of packed gradients that a lane updates with."""
     return gradients_of(device, unit_of(device, lane), gradients)
 
@@ -79,9 +77,7 @@ def for_each_lane(
         for j in range(num_lanes):
             state = run(scalars.lane("update", j), state)
         return state
-    return lax.fori_loop(
-        0, num_lanes, lambda j, state: run(scalars.lane("update", j), state), state
-    )
+    return lax.fori_loop(0, num_lanes, lambda j, state: run(scalars.lane("update", j), state), state)
 
 
 def run_program(
@@ -115,10 +111,7 @@ def run_program(
     def once(program: StageUpdate, u: int, written: Written, _: ReadOnly) -> Written:
         return run(program, u, 1, written)
 
-    branches = [
-        Branch(name, writes, functools.partial(once, program, u))
-        for u, program in programs
-    ]
+    branches = [Branch(name, writes, functools.partial(once, program, u)) for u, program in programs]
     return run_one_of(device.spec.lowered.target, lane.branch, branches, arrays)
 
 

@@ -94,9 +94,7 @@ def update(
                 arrays = apply(merged, position, now, arrays)
             return arrays
 
-        def apply_alone(
-            program: StageUpdate, number: int, _: Any, arrays: Written
-        ) -> Written:
+        def apply_alone(program: StageUpdate, number: int, _: Any, arrays: Written) -> Written:
             (alone,) = merge_updates([program])
             return apply(alone, 0, lane.program == number, arrays)
 
@@ -112,9 +110,7 @@ def update(
     return arrays.replace(op_count=arrays.op_count + 1)
 
 
-def _position_of(
-    number: jax.Array, numbers: Sequence[int]
-) -> tuple[jax.Array, jax.Array | int]:
+def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, jax.Array | int]:
     """Whether a number, or -1, is among others, and its position there."""
     if len(numbers) == 1:
         return number == numbers[0], 0

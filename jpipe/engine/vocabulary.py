@@ -4,9 +4,10 @@
     head             weights, head_input  -> loss, head_gradient, gradients
     embed_backward   embedded_gradient    -> gradients
 
-All devices enter such an operation in the same tick, because the table is the same on all of them. So it may communicate:
-the first stage has no copy of the embedding, and the last stage none of the head. The head takes its gradient in its
-forward. From forward to backward the last stage keeps the gradient by the head's inputs, which is smaller than logits.
+All devices enter such an operation in the same tick, because the table is the same on all of them. So it may
+communicate: the first stage has no copy of the embedding, and the last stage none of the head. The head takes its
+gradient in its forward. From forward to backward the last stage keeps the gradient by the head's inputs, which is
+smaller than logits.
 
 The backward of the embedding runs its forward again, with the weights that the backward of the first stage reads. Of a
 sum of looked up rows nothing is left of that in the compiled program.
@@ -43,9 +44,7 @@ _COLUMN = 0
 """A device has one part of a vocabulary layer, whatever the number of its stages."""
 
 
-def embed(
-    device: Device, scalars: TickScalars, arrays: TickArrays, *, again: bool = False
-) -> TickArrays:
+def embed(device: Device, scalars: TickScalars, arrays: TickArrays, *, again: bool = False) -> TickArrays:
     """The embedding of the microbatch that the first stage runs in this tick.
 
     Args:
@@ -60,9 +59,7 @@ def embed(
     lane = scalars.lane("embed_backward" if again else "embed", 0)
 
     def run(written: Written, read: ReadOnly) -> Written:
-        weights = _weights(
-            device, layer, read, lane, "backward" if again else "forward"
-        )
+        weights = _weights(device, layer, read, lane, "backward" if again else "forward")
         outputs = _embedded(device, layer, lane, weights)
         stages = device.spec.stages
         outputs += stages.vocabulary.first_sums()
@@ -74,9 +71,7 @@ def embed(
     return _run(device, "embed", lane, ["embedded", "op_count"], run, arrays)
 
 
-def embed_backward(
-    device: TrainingDevice, scalars: TickScalars, arrays: TickArrays
-) -> TickArrays:
+def embed_backward(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
     """The gradient of the embedding for the microbatch that the first stage runs backward in this tick."""
     layer = device.spec.stages.vocabulary.embedding
     if layer is None:
@@ -115,21 +110,13 @@ def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays
         weights = _weights(device, layer, read, lane, "forward")
         inputs = _head_inputs(device, home, read)
         is_home = device.position == home
-        loss, aux, of_weights, of_inputs = _loss_and_gradients(
-            device, lane, read, weights, inputs
-        )
+        loss, aux, of_weights, of_inputs = _loss_and_gradients(device, lane, read, weights, inputs)
         slot = lane.slot(HEAD_GRADIENT)
         return written.replace(
             loss=written.loss + jnp.where(is_home, loss, 0)[None],
-            aux=[
-                a + jnp.where(is_home, b, 0)[None]
-                for a, b in zip(written.aux, aux, strict=True)
-            ],
+            aux=[a + jnp.where(is_home, b, 0)[None] for a, b in zip(written.aux, aux, strict=True)],
             count=written.count + is_home.astype(jnp.int32),
-            head_gradient=[
-                put_row(ring, a, slot)
-                for ring, a in zip(written.head_gradient, of_inputs, strict=True)
-            ],
+            head_gradient=[put_row(ring, a, slot) for ring, a in zip(written.head_gradient, of_inputs, strict=True)],
             gradients=_add_gradients(device, layer, written.gradients, of_weights),
             op_count=written.op_count + 1,
         )
@@ -192,24 +179,17 @@ def _weights(
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = packing.read_all(arrays, places, [lane.row])
     parts = gathered_along_fsdp(places, parts, device.spec.numbers.compute_dtype)
-    return [
-        part if leaf.is_split else whole_of(leaf, part)
-        for leaf, part in zip(layer.leaves, parts, strict=True)
-    ]
+    return [part if leaf.is_split else whole_of(leaf, part) for leaf, part in zip(layer.leaves, parts, strict=True)]
 
 
-def _add_gradients(
-    device: TrainingDevice, layer: VocabularyLayer, gradients: Packed, values: Sequence
-) -> Packed:
+def _add_gradients(device: TrainingDevice, layer: VocabularyLayer, gradients: Packed, values: Sequence) -> Packed:
     """Adds the gradients of what the layer has read to this device's accumulators."""
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = [
         value if leaf.is_split else part_of(device, leaf, value)
         for leaf, value in zip(layer.leaves, values, strict=True)
     ]
-    return packing.add_all(
-        gradients, places, [_COLUMN], gathered_along_fsdp(places, parts)
-    )
+    return packing.add_all(gradients, places, [_COLUMN], gathered_along_fsdp(places, parts))
 
 
 # -- Forwards
@@ -228,37 +208,26 @@ def _from_device(device: Device, home: int, values: Sequence) -> list[jax.Array]
     return [sent(value) for value in values]
 
 
-def _embedded(
-    device: Device, layer: VocabularyLayer, lane: LaneScalars, weights: Sequence
-) -> list[jax.Array]:
+def _embedded(device: Device, layer: VocabularyLayer, lane: LaneScalars, weights: Sequence) -> list[jax.Array]:
     """The outputs of the embedding."""
     train = isinstance(device, TrainingDevice)
     stages = device.spec.stages
     inputs = stages.values.constrained(microbatch_of(lane, device.inputs))
     key = device.random_key(layer.index, lane.microbatch_number)
-    outputs = stages.vocabulary.embedding_outputs(
-        weights, jax.random.key_data(key), inputs, train
-    )
+    outputs = stages.vocabulary.embedding_outputs(weights, jax.random.key_data(key), inputs, train)
     return stages.values.constrained(jax.tree.leaves(outputs))
 
 
 def _head_inputs(device: Device, home: int, read: ReadOnly) -> list[jax.Array]:
     """The inputs of the head, from the last stage; zeros for those that it does not read."""
     found = device.spec.stages.vocabulary
-    inputs = from_stored(
-        device.spec.stages, read.head_input, jax.tree.leaves(found.head_inputs)
-    )
+    inputs = from_stored(device.spec.stages, read.head_input, jax.tree.leaves(found.head_inputs))
     wanted = [a for a, is_read in zip(inputs, found.head_reads, strict=True) if is_read]
     sent = iter(_from_device(device, home, wanted))
-    return [
-        next(sent) if is_read else jnp.zeros_like(a)
-        for a, is_read in zip(inputs, found.head_reads, strict=True)
-    ]
+    return [next(sent) if is_read else jnp.zeros_like(a) for a, is_read in zip(inputs, found.head_reads, strict=True)]
 
 
-def _head_outputs(
-    device: Device, lane: LaneScalars, weights: Sequence, inputs: Sequence, train: bool
-) -> Any:
+def _head_outputs(device: Device, lane: LaneScalars, weights: Sequence, inputs: Sequence, train: bool) -> Any:
     found = device.spec.stages.vocabulary
     assert found.head is not None
     key = device.random_key(found.head.index, lane.microbatch_number)
@@ -271,9 +240,7 @@ def _gathered_logits(outputs: Any) -> Any:
     def is_split(a: Any) -> bool:
         return isinstance(a, vocabulary.SplitLogits)
 
-    return jax.tree.map(
-        lambda a: a.gathered() if is_split(a) else a, outputs, is_leaf=is_split
-    )
+    return jax.tree.map(lambda a: a.gathered() if is_split(a) else a, outputs, is_leaf=is_split)
 
 
 def _loss_and_gradients(

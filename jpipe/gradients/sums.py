@@ -27,7 +27,9 @@ from jpipe.layers.products import Product, ProductForm
 from jpipe.packing import Lead, Leaf, Packing, Place
 
 SUMS, FACTORS = "gradients", "factors"
-"""The packed arrays that leaves of sums lie in. The names of arrays of factors begin with the word, so they lie beside the others."""
+"""The packed arrays that leaves of sums lie in. The names of arrays of factors begin with the word, so they lie beside
+the others.
+"""
 
 
 class Microbatch(NamedTuple):
@@ -62,9 +64,7 @@ class GradientSum(abc.ABC):
         """What the update reads of it in place of a gradient of this shape and dtype."""
 
     @abc.abstractmethod
-    def gradient(
-        self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct
-    ) -> jax.Array:
+    def gradient(self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
         """The gradient of the minibatch, with the dtype of `like`, of the values of `avals`."""
 
 
@@ -92,9 +92,7 @@ class PlainSum(GradientSum):
         """See `GradientSum`. A part of a vocabulary layer is updated by the equations of the whole."""
         return [jax.ShapeDtypeStruct(gradient.shape, self.leaf.aval.dtype)]
 
-    def gradient(
-        self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct
-    ) -> jax.Array:
+    def gradient(self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
         """See `GradientSum`."""
         (value,) = values
         return value.astype(like.dtype)
@@ -102,14 +100,15 @@ class PlainSum(GradientSum):
 
 @dataclasses.dataclass(frozen=True)
 class FactoredSum(GradientSum):
-    """Factors of low rank: the backward gives both matrices whose product is the gradient, and the product is never formed.
+    """Factors of low rank: the backward gives both matrices whose product is the gradient, and the product is never
+    formed.
 
-    Both update the factors in place of an addition. All replicas along "data" take part: the microbatches of all are one
-    part of the batch, and all have the same factors, bit for bit. The long dims of the leaves come last: TPUs pad the last
-    dim of an array to 128 numbers.
+    Both update the factors in place of an addition. All replicas along "data" take part: the microbatches of all are
+    one part of the batch, and all have the same factors, bit for bit. The long dims of the leaves come last: TPUs pad
+    the last dim of an array to 128 numbers.
 
-    A gradient that is not finite leaves x and d as they were, and its sigma is not finite either, so the update is skipped.
-    The next minibatch begins with a sigma of 0.
+    A gradient that is not finite leaves x and d as they were, and its sigma is not finite either, so the update is
+    skipped. The next minibatch begins with a sigma of 0.
 
     Attributes:
       compressor: updates the factors.
@@ -131,16 +130,12 @@ class FactoredSum(GradientSum):
         """See `GradientSum`."""
         return [leaf.aval for leaf in self.leaves]
 
-    def gradient(
-        self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct
-    ) -> jax.Array:
+    def gradient(self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
         """See `GradientSum`."""
         x, d, sigma = values
         return self.form.gradient(Factors(x.T, d.T, sigma).matrix())
 
-    def add(
-        self, values: Sequence[jax.Array], product: Product, microbatch: Microbatch
-    ) -> list[jax.Array]:
+    def add(self, values: Sequence[jax.Array], product: Product, microbatch: Microbatch) -> list[jax.Array]:
         """The leaves after a microbatch.
 
         Args:
@@ -158,9 +153,7 @@ class FactoredSum(GradientSum):
         of_rows = of_rows * jnp.asarray(factor, sigma.dtype)
         if microbatch.scale is not None:
             of_rows = of_rows / microbatch.scale.astype(sigma.dtype)
-        new = self.compressor.update(
-            old, rows, of_rows, microbatch.number, microbatch.mean
-        )
+        new = self.compressor.update(old, rows, of_rows, microbatch.number, microbatch.mean)
         finite = jnp.isfinite(new.sigma).all()
         return [
             jnp.where(finite, new.x.T, x),
@@ -209,9 +202,7 @@ class GradientSums:
           tied: numbers of those that are tied: their gradients are sums of several, and are formed.
         """
         sums: list[GradientSum] = []
-        for j, (leaf, form) in enumerate(
-            zip(parameters, program.products, strict=True)
-        ):
+        for j, (leaf, form) in enumerate(zip(parameters, program.products, strict=True)):
             if self.compressor is None or form is None or j in tied:
                 sums.append(self.plain(leaf))
             else:
@@ -233,7 +224,8 @@ class GradientSums:
             return np.dtype(dtype)
         if jnp.finfo(self.dtype).bits <= jnp.finfo(dtype).bits:
             raise ValueError(
-                f"`accumulate_dtype` must have more bits than the weights whose gradients it sums, or be their dtype, got "
+                "`accumulate_dtype` must have more bits than the weights whose gradients it sums, or be their dtype, "
+                "got "
                 f"{self.dtype} for weights of {np.dtype(dtype)}: the sums would be less exact than without it. Choose "
                 "`jnp.float32`, or leave it out."
             )
@@ -241,10 +233,7 @@ class GradientSums:
 
     def packing_of(self, parameters: Packing) -> Packing:
         """The packing of sums that lie as the parameters do."""
-        arrays = {
-            name: jax.ShapeDtypeStruct(a.shape, self.dtype_for(a.dtype))
-            for name, a in parameters.arrays.items()
-        }
+        arrays = {name: jax.ShapeDtypeStruct(a.shape, self.dtype_for(a.dtype)) for name, a in parameters.arrays.items()}
         return dataclasses.replace(parameters, arrays=arrays)
 
     def first_factors(self, factors: Packing, num_chunks: int) -> dict[str, jax.Array]:

@@ -50,11 +50,7 @@ def as_layers(layers: Sequence) -> list[Layer]:
 
 def _whole_model(layers: Any) -> str:
     name = type(layers).__name__
-    return (
-        f"a whole model ({name})"
-        if isinstance(layers, nnx.Module | linen.Module)
-        else name
-    )
+    return f"a whole model ({name})" if isinstance(layers, nnx.Module | linen.Module) else name
 
 
 def _advice(layers: Any) -> str:
@@ -174,7 +170,5 @@ def _from_factory(make: Callable[..., Any], index: int) -> Layer:
     except NotAModuleError as error:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:
-        raise ValueError(
-            f"layer {index} could not be built by `factory(rngs=...)`: {error}"
-        ) from error
+        raise ValueError(f"layer {index} could not be built by `factory(rngs=...)`: {error}") from error
     return from_nnx(parts, leaves, index)

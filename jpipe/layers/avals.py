@@ -42,15 +42,14 @@ def zeros(tree: Any) -> Any:
 def cast(tree: Any, dtype: Any) -> Any:
     """The pytree with its real floating-point leaves in `dtype`; None casts nothing.
 
-    Complex numbers stay as they are: no complex dtype has the precision of bfloat16, and a real dtype drops imaginary parts.
+    Complex numbers stay as they are: no complex dtype has the precision of bfloat16, and a real dtype drops imaginary
+    parts.
     """
     if dtype is None:
         return tree
 
     def cast_one(a: Any) -> Any:
-        if isinstance(
-            a, float
-        ):  # a number of Python, which takes the dtype of what it meets
+        if isinstance(a, float):  # a number of Python, which takes the dtype of what it meets
             return jnp.asarray(a, dtype)
         return a.astype(dtype) if hasattr(a, "dtype") and is_real(a) else a
 
@@ -92,9 +91,7 @@ def check_nans(tree: Any, name: str) -> None:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             parts = [shard.data for shard in leaf.addressable_shards]
         if is_inexact(leaf) and any(np.isnan(np.asarray(a)).any() for a in parts):
-            raise FloatingPointError(
-                f"{name}{jax.tree_util.keystr(path)} has NaN, and `jax_debug_nans` is set."
-            )
+            raise FloatingPointError(f"{name}{jax.tree_util.keystr(path)} has NaN, and `jax_debug_nans` is set.")
 
 
 def shapes_text(tree: Any) -> str:
@@ -105,8 +102,5 @@ def shapes_text(tree: Any) -> str:
       "['x'] float32[2, 3]"
     """
     leaves = jax.tree.leaves_with_path(tree)
-    texts = [
-        f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip()
-        for path, a in leaves
-    ]
+    texts = [f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip() for path, a in leaves]
     return ", ".join(texts) or str(tree)

@@ -60,8 +60,7 @@ def check_axis_rules(rules: Any) -> AxisRules:
                 f'or None, such as `(("mlp", "model"), ("embed", "fsdp"))`, got {shown(rule)}.'
             )
     return tuple(
-        (name, target if target is None or isinstance(target, str) else tuple(target))
-        for name, target in rules
+        (name, target if target is None or isinstance(target, str) else tuple(target)) for name, target in rules
     )
 
 
@@ -119,8 +118,7 @@ def axes_of_dims(
     """
     named = {name for name, _ in rules}
     dim_axes: list[tuple[str, ...] | None] = [
-        tuple(axis for axis in dim if axis in sizes and axis not in named) or None
-        for dim in axes_by_dim(names)
+        tuple(axis for axis in dim if axis in sizes and axis not in named) or None for dim in axes_by_dim(names)
     ]
     used = {axis for dim in dim_axes for axis in dim or ()}
     for name, target in rules_for(sizes, rules):

@@ -188,9 +188,7 @@ def trace_layer(
 # -- The two halves of the backward
 
 
-def _split_backward(
-    backward: Equations, residuals: Residuals, num_gradients: int
-) -> tuple[Equations, Equations, list]:
+def _split_backward(backward: Equations, residuals: Residuals, num_gradients: int) -> tuple[Equations, Equations, list]:
     """Splits the backward into the input-gradient half and the weight-gradient half.
 
     Args:
@@ -207,11 +205,7 @@ def _split_backward(
     input_grads = backward.outputs[num_gradients:]
     output_grads = backward.inputs[len(residuals.inputs) :]
 
-    computed = {
-        v
-        for eqn in backward.slice(backward.inputs, input_grads, effects=True).equations
-        for v in eqn.outvars
-    }
+    computed = {v for eqn in backward.slice(backward.inputs, input_grads, effects=True).equations for v in eqn.outvars}
     # Under a policy the backward may compute values from the parameters alone. The second half
     # computes these again rather than receive them.
     varying = backward.depending_on([*residuals.varying_inputs, *output_grads])
@@ -219,12 +213,8 @@ def _split_backward(
 
     rest = backward.slice((*residuals.inputs, *known), parameter_grads)
     needed = (v for eqn in rest.equations for v in variables(eqn.invars))
-    split_residuals = [
-        v for v in dict.fromkeys((*needed, *variables(parameter_grads))) if v in known
-    ]
-    for_inputs = backward.slice(
-        backward.inputs, (*input_grads, *split_residuals), effects=True
-    )
+    split_residuals = [v for v in dict.fromkeys((*needed, *variables(parameter_grads))) if v in known]
+    for_inputs = backward.slice(backward.inputs, (*input_grads, *split_residuals), effects=True)
     for_weights = backward.slice((*residuals.inputs, *split_residuals), parameter_grads)
     return for_inputs, for_weights, split_residuals
 
@@ -242,37 +232,27 @@ def _layer_program(
     rereads_weights: bool,
 ) -> LayerProgram:
     residuals = Residuals.of(forward, backward, arguments, constants, rereads_weights)
-    for_inputs, for_weights, split_residuals = _split_backward(
-        backward, residuals, num_gradients=gradients.num_values
-    )
+    for_inputs, for_weights, split_residuals = _split_backward(backward, residuals, num_gradients=gradients.num_values)
     everything = backward.slice(backward.inputs, backward.outputs, effects=True)
-    read_whole, read_inputs, read_weights = (
-        residuals.reader(half) for half in (everything, for_inputs, for_weights)
-    )
+    read_whole, read_inputs, read_weights = (residuals.reader(half) for half in (everything, for_inputs, for_weights))
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
     num_gradients = gradients.num_values
     num_input_grads = len(backward.outputs) - num_gradients
     # Side effects run wherever the forward runs, although no output needs them.
     run_forward = equations.slice(equations.inputs, forward.results, effects=True)
-    run_and_stash = equations.slice(
-        equations.inputs, (*forward.results, *stash), effects=True
-    )
+    run_and_stash = equations.slice(equations.inputs, (*forward.results, *stash), effects=True)
     *_, extra_inputs = arguments.split(equations.inputs)
     # Aux alone, such as the new state, does not make outputs or gradients depend on `extra`.
     for_outputs = (*forward.results[:num_outputs], *stash)
     read = run_and_stash.read()
     read_by_outputs = inputs_read(equations, for_outputs)
 
-    def only_forward(
-        parameters: Sequence, inputs: Sequence, extra: Sequence = ()
-    ) -> tuple:
+    def only_forward(parameters: Sequence, inputs: Sequence, extra: Sequence = ()) -> tuple:
         out = run_forward(*parameters, *inputs, *extra)
         return out[:num_outputs], out[num_outputs:]
 
-    def forward_and_stash(
-        parameters: Sequence, inputs: Sequence, extra: Sequence = ()
-    ) -> tuple:
+    def forward_and_stash(parameters: Sequence, inputs: Sequence, extra: Sequence = ()) -> tuple:
         out = run_and_stash(*parameters, *inputs, *extra)
         return out[:num_outputs], out[num_results:], out[num_outputs:num_results]
 
@@ -280,15 +260,11 @@ def _layer_program(
         out = read_whole.run(parameters, stash, output_grads)
         return gradients.gradients(out[:num_gradients]), out[num_gradients:]
 
-    def input_grad(
-        parameters: Sequence, stash: Sequence, output_grads: Sequence
-    ) -> tuple:
+    def input_grad(parameters: Sequence, stash: Sequence, output_grads: Sequence) -> tuple:
         out = read_inputs.run(parameters, stash, output_grads)
         return out[:num_input_grads], out[num_input_grads:]
 
-    def weight_grad(
-        parameters: Sequence, stash: Sequence, split_residuals: Sequence
-    ) -> list:
+    def weight_grad(parameters: Sequence, stash: Sequence, split_residuals: Sequence) -> list:
         out = read_weights.run(parameters, stash, split_residuals)
         return gradients.gradients(out)
 

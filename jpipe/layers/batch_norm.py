@@ -1,10 +1,10 @@
 """Batch norm in microbatches, as torchgpipe's deferred batch norm.
 
-A microbatch is normalised by its own statistics. The running statistics move once per minibatch, by the statistics of the whole
-minibatch, as in Flax without microbatches. So in a traced layer every call of a batch norm *records* the statistics of its
-microbatch, and computes its running statistics from what was recorded, with Flax's formula. `recorded` takes the records out of a
-layer. `with_statistics` runs the layer with other statistics in their place: from the statistics of the minibatch follow the
-running statistics, whatever calls, loops and momenta stand between.
+A microbatch is normalised by its own statistics. The running statistics move once per minibatch, by the statistics of
+the whole minibatch, as in Flax without microbatches. So in a traced layer every call of a batch norm *records* the
+statistics of its microbatch, and computes its running statistics from what was recorded, with Flax's formula.
+`recorded` takes the records out of a layer. `with_statistics` runs the layer with other statistics in their place: from
+the statistics of the minibatch follow the running statistics, whatever calls, loops and momenta stand between.
 
 References:
   Kim et al., "torchgpipe", arXiv:2004.09910, section 3.2 (deferred batch normalisation).
@@ -51,8 +51,7 @@ def _batched(record: Sequence, dims: Sequence) -> tuple[list, list]:
     """Under `vmap` a call has a record for each element, along the first axis."""
     (size,) = {a.shape[d] for a, d in zip(record, dims) if d is not None}
     values = [
-        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(record, dims)
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(record, dims)
     ]
     return statistics_p.bind(*values), [0] * len(values)
 
@@ -71,9 +70,7 @@ def recording() -> Iterator[list]:
 
     def call_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         norm = context.module
-        is_call = (
-            isinstance(norm, linen.BatchNorm) and context.method_name == "__call__"
-        )
+        is_call = isinstance(norm, linen.BatchNorm) and context.method_name == "__call__"
         if not is_call or norm.is_initializing():
             return call(*args, **kwargs)
         return _recorded_call(_LinenNorm(norm), call, calls, *args, **kwargs)
@@ -125,9 +122,7 @@ def _recorded_call(
     if mask is not None:
         record = [*record, _num_rows(x, mask, norm.module.axis, record[0])]
     record = statistics_p.bind(*map(jax.lax.stop_gradient, record))
-    norm.put(
-        [momentum * old + (1 - momentum) * new for old, new in zip(running, record[:2])]
-    )
+    norm.put([momentum * old + (1 - momentum) * new for old, new in zip(running, record[:2])])
     return outputs
 
 
@@ -197,17 +192,13 @@ def recorded(closed: jex.ClosedJaxpr, args: Sequence) -> tuple[list, list[Record
     return _run(closed.jaxpr, closed.consts, args, None)
 
 
-def with_statistics(
-    closed: jex.ClosedJaxpr, args: Sequence, records: Sequence[Record]
-) -> list:
+def with_statistics(closed: jex.ClosedJaxpr, args: Sequence, records: Sequence[Record]) -> list:
     """The results of a traced layer for `args`, with `records` in the place of its own."""
     results, _ = _run(closed.jaxpr, closed.consts, args, iter(records))
     return results
 
 
-def _run(
-    jaxpr: Any, constants: Sequence, args: Sequence, given: Iterator[Record] | None
-) -> tuple[list, list[Record]]:
+def _run(jaxpr: Any, constants: Sequence, args: Sequence, given: Iterator[Record] | None) -> tuple[list, list[Record]]:
     """Evaluates a jaxpr: results and records. With `given`, these take the place of the records."""
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *args), strict=True))
     records: list[Record] = []
@@ -231,9 +222,7 @@ def _run(
     return results, records
 
 
-def _run_call(
-    eqn: Any, values: Sequence, given: Iterator[Record] | None
-) -> tuple[list, list[Record]]:
+def _run_call(eqn: Any, values: Sequence, given: Iterator[Record] | None) -> tuple[list, list[Record]]:
     """`_run` for an equation with records in its jaxpr."""
     name, params = eqn.primitive.name, eqn.params
     mine = None if given is None else [next(given) for _ in range(_num_records(eqn))]
@@ -241,7 +230,8 @@ def _run_call(
         return _run_scan(params, values, mine)
     if name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         raise BatchNormError(
-            f"a batch norm is inside of `{name}`, so whether or how often it is called is not known. Call it outside, or "
+            f"a batch norm is inside of `{name}`, so whether or how often it is called is not known. Call it outside, "
+            "or "
             "give it `use_running_average=True`."
         )
     inner = params["jaxpr"]
@@ -252,15 +242,11 @@ def _run_call(
         return _run(inner, constants, values, None if mine is None else iter(mine))
 
     if "policy" in params:
-        call = jax.checkpoint(
-            call, prevent_cse=params["prevent_cse"], policy=params["policy"]
-        )
+        call = jax.checkpoint(call, prevent_cse=params["prevent_cse"], policy=params["policy"])
     return call(values, mine)
 
 
-def _run_scan(
-    params: dict, values: Sequence, given: list[Record] | None
-) -> tuple[list, list[Record]]:
+def _run_scan(params: dict, values: Sequence, given: list[Record] | None) -> tuple[list, list[Record]]:
     """`_run_call` for a scan, whose records are stacked."""
     body, (first, num_carried) = params["jaxpr"], loop_counts(params)
     last = first + num_carried
@@ -288,9 +274,7 @@ def _run_scan(
 
 def _num_records(eqn: Any) -> int:
     """The number of records in the jaxprs of an equation."""
-    params = itertools.chain(
-        *(p if isinstance(p, tuple) else (p,) for p in eqn.params.values())
-    )
+    params = itertools.chain(*(p if isinstance(p, tuple) else (p,) for p in eqn.params.values()))
     jaxprs = (getattr(p, "jaxpr", p) for p in params)
     return sum(
         (inner.primitive is statistics_p) + _num_records(inner)

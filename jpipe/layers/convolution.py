@@ -79,9 +79,7 @@ def is_slow(params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]) 
     return (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec) != fast
 
 
-def _summed_dims(
-    params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]
-) -> list[int] | None:
+def _summed_dims(params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
     """The spatial dims, from 0, that a matrix product sums over in place of the convolution; None if it is no product.
 
     In each spatial dim the window is the whole input, which is summed, or one position.
@@ -90,9 +88,7 @@ def _summed_dims(
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return None
     summed = []
-    for i, (x_dims, kernel_dims) in enumerate(
-        zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
-    ):
+    for i, (x_dims, kernel_dims) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
         window = kernel[kernel_dims]
         is_dense = params["lhs_dilation"][i] == 1 and not any(params["padding"][i])
         if is_dense and window == x[x_dims] and params["rhs_dilation"][i] == 1:
@@ -102,9 +98,7 @@ def _summed_dims(
     return summed
 
 
-def _product(
-    params: Mapping[str, Any], x: jax.Array, kernel: jax.Array, summed: Sequence[int]
-) -> jax.Array:
+def _product(params: Mapping[str, Any], x: jax.Array, kernel: jax.Array, summed: Sequence[int]) -> jax.Array:
     """The convolution as a matrix product that sums over the input features and some spatial dims."""
     numbers = params["dimension_numbers"]
     # Dims by their number in a specification: 0 batch or output feature, 1 feature, 2.. spatial.

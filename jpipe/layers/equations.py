@@ -74,13 +74,9 @@ class Equations:
         for eqn in self.equations:
             values = bind(eqn, [value_of(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values))
-        return [
-            _array(v) if isinstance(v, jex.Literal) else env[v] for v in self.outputs
-        ]
+        return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in self.outputs]
 
-    def slice(
-        self, inputs: Sequence, outputs: Sequence, *, effects: bool = False
-    ) -> "Equations":
+    def slice(self, inputs: Sequence, outputs: Sequence, *, effects: bool = False) -> "Equations":
         """The equations that compute the variables `outputs` from the variables `inputs`.
 
         Args:
@@ -96,12 +92,8 @@ class Equations:
                 needed.update(set(variables(eqn.invars)) - set(inputs))
                 kept.append(eqn)
         constants = {v: c for v, c in self.constants.items() if v in needed}
-        assert needed == set(constants), (
-            f"{needed - set(constants)} cannot be computed from the inputs of the slice"
-        )
-        return Equations(
-            constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
-        )
+        assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs of the slice"
+        return Equations(constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs))
 
     def parts(self, shared: Sequence[int]) -> list["Part"]:
         """Cuts the program into parts that can each run alone.
@@ -140,9 +132,7 @@ class Equations:
 
     def read(self) -> set:
         """The variables that are read."""
-        return set(variables(self.outputs)).union(
-            *(variables(e.invars) for e in self.equations)
-        )
+        return set(variables(self.outputs)).union(*(variables(e.invars) for e in self.equations))
 
     def effects(self) -> set:
         """The side effects of all equations, as JAX names them."""
@@ -188,10 +178,7 @@ class Equations:
           numbers: expression -> number, of all expressions seen so far; the method adds to it. Pass
             one dict for all programs that are compared.
         """
-        known = {
-            v: number(numbers, "input", name, str(v.aval))
-            for v, name in zip(self.inputs, names, strict=True)
-        }
+        known = {v: number(numbers, "input", name, str(v.aval)) for v, name in zip(self.inputs, names, strict=True)}
         known |= number_constants(self.constants, self.constants.values(), numbers)
         return numbered(self.equations, self.outputs, known, numbers)
 
@@ -211,9 +198,7 @@ def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """The numbers of constant and of carried operands of a `scan`. Since JAX 0.12.0.1 it has them as trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    num_consts, num_carry, _ = (
-        len(list(tree.vals)) for tree in params["ft_in"].unpack()
-    )
+    num_consts, num_carry, _ = (len(list(tree.vals)) for tree in params["ft_in"].unpack())
     return num_consts, num_carry
 
 
@@ -367,8 +352,7 @@ def _rewritten(eqn: Any) -> Any:
 
     def changes(closed: jex.ClosedJaxpr) -> bool:
         return is_on_mesh(closed) or any(
-            _is_slow_convolution(e) or any(map(changes, _jaxprs_of(e)))
-            for e in closed.jaxpr.eqns
+            _is_slow_convolution(e) or any(map(changes, _jaxprs_of(e))) for e in closed.jaxpr.eqns
         )
 
     def rewritten(value: Any) -> Any:
@@ -399,7 +383,9 @@ def _lies_on_mesh(value: Any) -> bool:
 
 
 def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is not differentiated, without the mesh on which arrays lie that it takes from its surroundings."""
+    """A function that is not differentiated, without the mesh on which arrays lie that it takes from its
+    surroundings.
+    """
 
     def call(*args: Any) -> Any:
         avals = jax.tree.map(lambda a: _without_sharding(jax.typeof(a)), args)
@@ -439,9 +425,7 @@ def _without_sharding(aval: Any) -> Any:
 
 def _jaxprs_of(eqn: Any) -> list:
     """The closed jaxprs among the parameters of an equation."""
-    values = [
-        v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))
-    ]
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
     return [v for v in values if isinstance(v, jex.ClosedJaxpr)]
 
 

@@ -57,15 +57,10 @@ def _constants_inside(value: Any) -> Iterable:
 
 
 def number_constants(constvars: Iterable, values: Iterable, numbers: dict) -> dict:
-    return {
-        v: number(numbers, "constant", *content(value))
-        for v, value in zip(constvars, values)
-    }
+    return {v: number(numbers, "constant", *content(value)) for v, value in zip(constvars, values)}
 
 
-def numbered(
-    equations: Sequence, outputs: Sequence, known: dict, numbers: dict
-) -> list[int]:
+def numbered(equations: Sequence, outputs: Sequence, known: dict, numbers: dict) -> list[int]:
     known = dict(known)
 
     def of(atom: Any) -> int:
@@ -78,20 +73,11 @@ def numbered(
         if name in CALLS:
             results = _numbered_call(eqn.params[CALLS[name]], operands, numbers)
         elif name == "cond":  # one expression per result
-            branches = [
-                _numbered_call(branch, operands[1:], numbers)
-                for branch in eqn.params["branches"]
-            ]
-            results = [
-                number(numbers, "cond", operands[0], *choice)
-                for choice in zip(*branches, strict=True)
-            ]
+            branches = [_numbered_call(branch, operands[1:], numbers) for branch in eqn.params["branches"]]
+            results = [number(numbers, "cond", operands[0], *choice) for choice in zip(*branches, strict=True)]
         else:
             params = [(k, _content_of_param(v, numbers)) for k, v in eqn.params.items()]
-            results = [
-                number(numbers, name, *sorted(params), *operands, i)
-                for i, _ in enumerate(eqn.outvars)
-            ]
+            results = [number(numbers, name, *sorted(params), *operands, i) for i, _ in enumerate(eqn.outvars)]
         known.update(zip(eqn.outvars, results))
     return [of(v) for v in outputs]
 
@@ -111,7 +97,5 @@ def _content_of_param(value: Any, numbers: dict) -> str:
     jaxpr = getattr(value, "jaxpr", value)
     if not hasattr(jaxpr, "eqns"):
         return str(value)
-    inputs = [
-        number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)
-    ]
+    inputs = [number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)]
     return str(_numbered_call(value, inputs, numbers))

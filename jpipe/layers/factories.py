@@ -37,9 +37,7 @@ def factory_problem(layer: Callable[..., Any]) -> str | None:
     missing = [
         p.name
         for p in parameters.values()
-        if p.default is p.empty
-        and p.name != "rngs"
-        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        if p.default is p.empty and p.name != "rngs" and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if not missing:
         return None
@@ -93,9 +91,7 @@ def function_problem(layer: Callable[..., Any], num_inputs: int) -> str | None:
     try:
         signature.bind(*[None] * num_inputs)
     except TypeError as error:
-        called = (
-            "the activation alone" if num_inputs == 1 else f"{num_inputs} arguments"
-        )
+        called = "the activation alone" if num_inputs == 1 else f"{num_inputs} arguments"
         return (
             f"`{_name(layer)}` has no parameter named `rngs`, so it is a function of the activation, but "
             f"it cannot be called with {called}: {error}. A factory of a module takes `rngs`. Give other "
@@ -107,8 +103,7 @@ def function_problem(layer: Callable[..., Any], num_inputs: int) -> str | None:
 def not_callable_problem(layer: Any) -> str:
     """The reason why a value is no layer, and a remedy."""
     forms = (
-        "a Flax module, a factory called as `factory(rngs=...)`, a `jpipe.InitApply`, or a function of "
-        "the activation"
+        "a Flax module, a factory called as `factory(rngs=...)`, a `jpipe.InitApply`, or a function of the activation"
     )
     hint = ""
     if hasattr(layer, "init") and hasattr(layer, "apply"):

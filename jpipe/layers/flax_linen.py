@@ -18,9 +18,7 @@ def from_linen(layer: Linen, index: int) -> Layer:
     """The `Layer` of a Linen module; its parameters are known after `bind`."""
     module, name = layer.module, type(layer.module).__name__
 
-    def train(
-        parameters: Any, state: Any, key: jax.Array, args: tuple
-    ) -> tuple[Any, Any]:
+    def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
         outputs, after = module.apply(
             {"params": parameters, **state},
             *args,
@@ -36,9 +34,7 @@ def from_linen(layer: Linen, index: int) -> Layer:
         return module.apply(variables, *args, rngs=rngs, **layer.evaluate)
 
     unbound = Layer(name, None, {}, train, evaluate)
-    return dataclasses.replace(
-        unbound, bind=lambda args: _bind(layer, unbound, args, index)
-    )
+    return dataclasses.replace(unbound, bind=lambda args: _bind(layer, unbound, args, index))
 
 
 def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
@@ -63,12 +59,14 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
     except Exception as error:
         raise ValueError(
             f"layer {index} ({unbound.name}) cannot be initialised: {error}\nA module whose call takes "
-            "more than the activation is given as `jpipe.Linen(module, train=..., evaluate=...)`, and one that draws from "
+            "more than the activation is given as `jpipe.Linen(module, train=..., evaluate=...)`, and one that draws "
+            "from "
             f"other random streams than {', '.join(layer.rngs) or 'none'} as `jpipe.Linen(module, rngs=(...))`."
         ) from error
     if OVERWRITE_WITH_GRADIENT in state:
         raise ValueError(
-            f"layer {index} ({unbound.name}) has a collection {OVERWRITE_WITH_GRADIENT!r}, whose new value is a gradient (scales "
+            f"layer {index} ({unbound.name}) has a collection {OVERWRITE_WITH_GRADIENT!r}, whose new value is a "
+            "gradient (scales "
             "of float8). A pipeline passes gradients to the optimizer alone. Use layers without float8 operations."
         )
     check_leaves(parameters, state, unbound.name, index)

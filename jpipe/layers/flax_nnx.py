@@ -35,9 +35,7 @@ def make_module(make: Callable[..., Any], key: jax.Array) -> nnx.Module:
     with nnx.use_eager_sharding(False):
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
-        raise NotAModuleError(
-            f"the factory must return a Flax NNX module, got {type(module).__name__}."
-        )
+        raise NotAModuleError(f"the factory must return a Flax NNX module, got {type(module).__name__}.")
     return module
 
 
@@ -48,7 +46,8 @@ Parts = tuple[nnx.GraphDef, nnx.State]
 def abstract_parts(
     make: Callable[..., Any],
 ) -> tuple[Parts, Callable[[jax.Array], list]]:
-    """Traces a factory: the parts of the abstract module, and a function from a random key to the leaves of its `nnx.State`.
+    """Traces a factory: the parts of the abstract module, and a function from a random key to the leaves of its
+    `nnx.State`.
 
     An abstract module cannot be split: of the values inside of a pytree, Flax takes only arrays out.
 
@@ -115,9 +114,7 @@ def _as_dicts(values: Any, role: str) -> Any:
     return unflatten_dict(chosen)
 
 
-def from_nnx(
-    parts: Parts, leaves: Callable[[jax.Array], list] | None, index: int
-) -> Layer:
+def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: int) -> Layer:
     """The `Layer` of an NNX module.
 
     Args:
@@ -129,17 +126,13 @@ def from_nnx(
     name = type(module).__name__
     variables = _Variables(parts, name, index)
 
-    def called(
-        parameters: Any, state: Any, key: jax.Array, args: tuple
-    ) -> tuple[Any, nnx.Module]:
+    def called(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, nnx.Module]:
         """The outputs of the module in training, and the module after the call."""
         module = variables.merge(parameters, state, key)
         _train_where_open(module)
         return module(*args), module
 
-    def train(
-        parameters: Any, state: Any, key: jax.Array, args: tuple
-    ) -> tuple[Any, Any]:
+    def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
         outputs, module = called(parameters, state, key, args)
         if variables.may_write(module, parameters):
             check_writes(parameters, state, key, args)
@@ -158,8 +151,10 @@ def from_nnx(
         for j, (path, _) in enumerate(jax.tree.leaves_with_path(given[0])):
             if flow.source(j) != j:
                 raise ValueError(
-                    f"it writes to its own parameter {jax.tree_util.keystr(path)} in a call. A pipeline changes parameters by "
-                    "the optimizer alone, once per minibatch. Compute the new value in the call and do not write it, keep it "
+                    f"it writes to its own parameter {jax.tree_util.keystr(path)} in a call. A pipeline changes "
+                    "parameters by "
+                    "the optimizer alone, once per minibatch. Compute the new value in the call and do not write it, "
+                    "keep it "
                     "in another kind of `nnx.Variable`, or constrain the weights in the Optax chain."
                 )
 
@@ -177,14 +172,11 @@ def from_nnx(
         train,
         evaluate,
         init=None if leaves is None else lambda key: variables.by_role(leaves(key)),
-        given=jax.tree.map(np.asarray, variables.by_role(variables.leaves))
-        if leaves is None
-        else None,
+        given=jax.tree.map(np.asarray, variables.by_role(variables.leaves)) if leaves is None else None,
         specs=variables.specs(),
         alike=sameness(variables.graph),
         has_batch_norm=any(
-            isinstance(part, nnx.BatchNorm) and not part.use_running_average
-            for _, part in nnx.iter_graph(module)
+            isinstance(part, nnx.BatchNorm) and not part.use_running_average for _, part in nnx.iter_graph(module)
         ),
     )
 
@@ -215,9 +207,7 @@ class _Variables:
         self.leaves, self._tree = jax.tree.flatten(self._whole)
         variables = [(tuple(path), v) for path, v in nnx.to_flat_state(self._whole)]
         if len(variables) != len(self.leaves):
-            raise ValueError(
-                f"layer {index} ({name}): every variable must hold one array."
-            )
+            raise ValueError(f"layer {index} ({name}): every variable must hold one array.")
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
         self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, self.leaves)}
@@ -248,11 +238,11 @@ class _Variables:
         return unflatten_dict({path: after[path][...] for path in paths})
 
     def may_write(self, module: nnx.Module, parameters: Any) -> bool:
-        """Whether a call may have written to parameters: they are other objects than those that the module was given."""
+        """Whether a call may have written to parameters: they are other objects than those that the module was
+        given.
+        """
         after = jax.tree.leaves(self.with_role(module, "parameters"))
-        return any(
-            a is not b for a, b in zip(after, jax.tree.leaves(parameters), strict=True)
-        )
+        return any(a is not b for a, b in zip(after, jax.tree.leaves(parameters), strict=True))
 
     def specs(self) -> dict:
         """The names of the dims of each parameter as a `PartitionSpec`, in a nested dict."""
@@ -262,9 +252,7 @@ class _Variables:
                 nnx.get_partition_spec(self._whole),
                 is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
             )
-        return self._with_role(
-            dict(zip(self.role_of, specs, strict=True)), "parameters"
-        )
+        return self._with_role(dict(zip(self.role_of, specs, strict=True)), "parameters")
 
     def _with_role(self, values: Mapping[Path, Any], role: str) -> dict:
         chosen = {p: value for p, value in values.items() if self.role_of[p] == role}

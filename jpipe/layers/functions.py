@@ -42,12 +42,8 @@ def from_pair(layer: InitApply, index: int) -> Layer:
         try:
             parameters = abstract(jax.eval_shape(init, jax.random.key(0)))
         except Exception as error:
-            raise ValueError(
-                f"layer {index} ({layer.name}): `init(key, inputs)` failed: {error}"
-            ) from error
+            raise ValueError(f"layer {index} ({layer.name}): `init(key, inputs)` failed: {error}") from error
         check_leaves(parameters, {}, layer.name, index)
-        return dataclasses.replace(
-            unbound, parameters=parameters, init=lambda key: (init(key), {}), bind=None
-        )
+        return dataclasses.replace(unbound, parameters=parameters, init=lambda key: (init(key), {}), bind=None)
 
     return dataclasses.replace(unbound, bind=bind)

@@ -31,9 +31,7 @@ class Function:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
-            raise ValueError(
-                f"`jpipe.Function` takes a callable, got {type(function).__name__}."
-            )
+            raise ValueError(f"`jpipe.Function` takes a callable, got {type(function).__name__}.")
         self.function = function
 
 
@@ -65,8 +63,7 @@ class InitApply:
         for argument, function in (("init", init), ("apply", apply)):
             if not callable(function):
                 raise ValueError(
-                    f"`{argument}` of `jpipe.InitApply` must be a function, got "
-                    f"{type(function).__name__}."
+                    f"`{argument}` of `jpipe.InitApply` must be a function, got {type(function).__name__}."
                 )
         self.init, self.apply, self.name = init, apply, name
 
@@ -104,8 +101,7 @@ class Linen:
     ) -> None:
         if not isinstance(module, linen.Module):
             raise ValueError(
-                f"`jpipe.Linen` takes a Flax Linen module, got {type(module).__name__}. NNX modules "
-                "need no wrapper."
+                f"`jpipe.Linen` takes a Flax Linen module, got {type(module).__name__}. NNX modules need no wrapper."
             )
         self.module = module
         self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
@@ -122,9 +118,7 @@ class Skip:
 
 
 @suggests
-def skip(
-    layer: Any, *, stash: str | Sequence[str] = (), pop: str | Sequence[str] = ()
-) -> Skip:
+def skip(layer: Any, *, stash: str | Sequence[str] = (), pop: str | Sequence[str] = ()) -> Skip:
     """A layer with a skip connection to a later layer, or from an earlier layer.
 
     The tensors go directly from the stage that stashes them to the stage that pops them, and their
@@ -155,8 +149,7 @@ def skip(
     names = {"stash": _names(stash, "stash"), "pop": _names(pop, "pop")}
     if not any(names.values()):
         raise ValueError(
-            "`jpipe.skip` needs `stash=` or `pop=`: the names of the tensors that the layer stashes "
-            "or pops."
+            "`jpipe.skip` needs `stash=` or `pop=`: the names of the tensors that the layer stashes or pops."
         )
     return Skip(layer, **names)
 
@@ -167,9 +160,7 @@ def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
     result: tuple = tuple(names) if several else (names,)
     for name in result:
         if not isinstance(name, str):
-            raise ValueError(
-                f"`{argument}` must be a name or several, got {shown(name)} in {shown(result)}."
-            )
+            raise ValueError(f"`{argument}` must be a name or several, got {shown(name)} in {shown(result)}.")
     return result
 
 
@@ -260,9 +251,7 @@ class Layer:
         return returned
 
 
-def run_in_order(
-    layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]
-) -> Any:
+def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]) -> Any:
     """Runs layers one after the other, with their skip connections.
 
     Args:
@@ -294,7 +283,8 @@ def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
         for path, leaf in jax.tree.leaves_with_path(tree):
             if 0 in leaf.shape:
                 raise ValueError(
-                    f"{layer}: {role} {jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, and there is nothing to "
+                    f"{layer}: {role} {jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, and there is nothing "
+                    "to "
                     "train or to keep in an array without elements. Leave it out."
                 )
     for path, leaf in jax.tree.leaves_with_path(state):

@@ -2,14 +2,16 @@
 
 A pipeline computes the loss of one microbatch at a time. A loss that is the mean over rows has the gradient of the
 minibatch as the mean of the microbatches' gradients. A masked mean has not: every microbatch has another number of
-unmasked tokens. So a loss may return `(sum, weight)`, and the engine divides all sums by the weight of the whole minibatch:
+unmasked tokens. So a loss may return `(sum, weight)`, and the engine divides all sums by the weight of the whole
+minibatch:
 
     loss = sum_m sum(m) / sum_m weight(m)        m runs over the microbatches of all replicas
 
 The weight of a minibatch must be known when the first backward of the minibatch runs. So the weight may depend on the
 batch alone, and the engine computes it before the first tick.
 
-What layers report is no sum over rows. Terms of reported values alone count as in a loss that is a mean, with N microbatches:
+What layers report is no sum over rows. Terms of reported values alone count as in a loss that is a mean, with N
+microbatches:
 
     loss = sum_m rest(m) / sum_m weight(m) + sum_m reported(m) / N        sum(m) = rest(m) + reported(m)
 """
@@ -112,9 +114,7 @@ class Loss:
             inspect.Parameter.POSITIONAL_OR_KEYWORD,
         )
         names = {p.name for p in parameters if p.kind in keywords}
-        return cls(
-            function, has_aux, tuple(n for n in OPTIONAL_ARGUMENTS if n in names)
-        )
+        return cls(function, has_aux, tuple(n for n in OPTIONAL_ARGUMENTS if n in names))
 
     def __call__(
         self,
@@ -124,9 +124,7 @@ class Loss:
         key: jax.Array | None = None,
     ) -> LossValue:
         values = {"reported": dict(reported or {}), "key": key}
-        result = self.function(
-            from_numbers(outputs), batch, **{name: values[name] for name in self.asks}
-        )
+        result = self.function(from_numbers(outputs), batch, **{name: values[name] for name in self.asks})
         if self.has_aux:
             if not (isinstance(result, tuple) and len(result) == 2):
                 raise LossError(
@@ -166,7 +164,8 @@ class Loss:
         terms = split_terms(called, *arguments)
         if terms[0].mixed_by is not None:
             raise LossError(
-                f"`loss` returns `(sum, weight)` and applies {terms[0].mixed_by!r} to a sum of reported values and others, so "
+                f"`loss` returns `(sum, weight)` and applies {terms[0].mixed_by!r} to a sum of reported values and "
+                "others, so "
                 "it cannot be told which part of the sum the weight divides. Add the reported values at the end, for "
                 'example `(losses * mask).sum() + 0.1 * reported["penalty"]`.'
             )
@@ -194,9 +193,7 @@ class TracedLoss(NamedTuple):
     weight: Equations | None
 
 
-def trace_loss(
-    loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, key: Any
-) -> TracedLoss:
+def trace_loss(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, key: Any) -> TracedLoss:
     """Traces the loss.
 
     Args:
@@ -207,8 +204,8 @@ def trace_loss(
       key: implementation of random keys.
 
     Raises:
-      ValueError: if the loss cannot take the outputs, does not return a scalar or `(sum, weight)`, or its weight depends
-        on the outputs.
+      ValueError: if the loss cannot take the outputs, does not return a scalar or `(sum, weight)`, or its weight
+        depends on the outputs.
     """
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key)))
     wants_key = "key" in loss.asks
@@ -219,9 +216,7 @@ def trace_loss(
     def arguments(inputs: tuple, extra: tuple) -> tuple:
         outputs, *values = inputs
         batch, *key_data = extra
-        random_key = (
-            jax.random.wrap_key_data(key_data[0], impl=key) if wants_key else None
-        )
+        random_key = jax.random.wrap_key_data(key_data[0], impl=key) if wants_key else None
         return outputs, batch, values[0] if values else {}, random_key
 
     def called(inputs: tuple, extra: tuple) -> LossValue:
@@ -254,9 +249,7 @@ def _weight_of_batch(called: Callable, inputs: tuple, extra: tuple) -> Equations
     count = len(input_leaves)
 
     def flat(*leaves):
-        value = called(
-            input_tree.unflatten(leaves[:count]), extra_tree.unflatten(leaves[count:])
-        )
+        value = called(input_tree.unflatten(leaves[:count]), extra_tree.unflatten(leaves[count:]))
         return [_for_sums(value.weight)]
 
     traced = Equations.trace(flat, *input_leaves, *extra_leaves)
@@ -267,7 +260,8 @@ def _weight_of_batch(called: Callable, inputs: tuple, extra: tuple) -> Equations
     ):
         raise ValueError(
             "`loss` returns `(sum, weight)` whose weight depends on the outputs of the model, and the weight of a "
-            "minibatch must be known before the last microbatch has run. Compute the weight from `batch` alone, such as "
+            "minibatch must be known before the last microbatch has run. Compute the weight from `batch` alone, such "
+            "as "
             '`batch["mask"].sum()`. For a loss that returns `(scalar, aux)`, set `has_aux=True`.'
         )
     return traced.slice(batch, traced.outputs)
@@ -279,7 +273,8 @@ def _check_result(loss: Loss, result: LossValue) -> None:
     if not _is_scalar(total) or (weight is not None and not _is_scalar(weight)):
         shapes = total if weight is None else (total, weight)
         raise ValueError(
-            "`loss` must return a floating-point scalar, the mean over the rows of one microbatch, or `(sum, weight)` of "
+            "`loss` must return a floating-point scalar, the mean over the rows of one microbatch, or `(sum, weight)` "
+            "of "
             f"two scalars, got {_described(shapes)}. Take the mean of the losses of the rows. For a loss that returns "
             "`(scalar, aux)`, set `has_aux=True`."
         )

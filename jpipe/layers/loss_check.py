@@ -14,14 +14,12 @@ from jpipe.layers.loss import Loss, LossValue
 from jpipe.layers.quick_jit import quick_options
 
 
-def cut_warning(
-    loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, batch: Any
-) -> str | None:
+def cut_warning(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, batch: Any) -> str | None:
     """Compares the loss of four rows with those of its two halves: a warning if they do not agree, else None.
 
     The loss is computed for random outputs and for rows of the batch, then for rows whose integers, booleans and masks
-    are drawn anew, because the first batch may hold no padding. Then the second half is masked as a whole, which shows a
-    guard against a weight of 0.
+    are drawn anew, because the first batch may hold no padding. Then the second half is masked as a whole, which shows
+    a guard against a weight of 0.
 
     Args:
       loss: the loss.
@@ -40,9 +38,7 @@ def cut_warning(
     zeros = {name: np.zeros(a.shape, a.dtype) for name, a in reported.items()}
 
     compiled, halves = _compiled(loss), (slice(0, rows // 2), slice(rows // 2, rows))
-    random_outputs = jax.tree.map(
-        lambda a: _random(rng, (rows, *a.shape[1:]), a.dtype), outputs
-    )
+    random_outputs = jax.tree.map(lambda a: _random(rng, (rows, *a.shape[1:]), a.dtype), outputs)
 
     def disagreement(rows_of_batch: Any, is_masked: bool = False) -> str | None:
         arguments = random_outputs, rows_of_batch
@@ -51,9 +47,7 @@ def cut_warning(
         return _disagreement(whole, first, second, is_masked)
 
     for masked in (None, 0, -1, -100):
-        rows_of_batch = jax.tree.map(
-            functools.partial(_draw, rng, rows, masked), dict(microbatch), dict(batch)
-        )
+        rows_of_batch = jax.tree.map(functools.partial(_draw, rng, rows, masked), dict(microbatch), dict(batch))
         try:
             problem = disagreement(rows_of_batch)
             if problem is None and masked is not None:
@@ -61,7 +55,8 @@ def cut_warning(
                 problem = disagreement(jax.tree.map(empty, rows_of_batch), True)
         except Exception as error:
             return (
-                f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell whether "
+                f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell "
+                "whether "
                 "the loss of a minibatch is the mean of its microbatches' losses. Write it for any number of rows."
             )
         if problem is not None:
@@ -69,9 +64,7 @@ def cut_warning(
     return None
 
 
-def _disagreement(
-    whole: LossValue, first: LossValue, second: LossValue, is_masked: bool
-) -> str | None:
+def _disagreement(whole: LossValue, first: LossValue, second: LossValue, is_masked: bool) -> str | None:
     """See `cut_warning`; `is_masked`: whether all of the second half is masked."""
     total, *parts = (float(v.total) for v in (whole, first, second))
     if not np.isfinite([total, *parts]).all():
@@ -80,7 +73,8 @@ def _disagreement(
     tolerance = scale * (1e-3 if jnp.asarray(whole.total).dtype.itemsize >= 4 else 5e-2)
     added = sum(parts)
     remedy = (
-        "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by the "
+        "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by "
+        "the "
         "weight of the whole minibatch. "
     )
     no_guard = (
@@ -89,10 +83,7 @@ def _disagreement(
     )
     if whole.weight is not None:
         weight, *weights = (float(v.weight) for v in (whole, first, second))
-        if (
-            abs(total - added) <= tolerance
-            and abs(weight - sum(weights)) <= abs(weight) * 1e-3
-        ):
+        if abs(total - added) <= tolerance and abs(weight - sum(weights)) <= abs(weight) * 1e-3:
             return None
         return (
             "`loss` returns `(sum, weight)` whose values for a minibatch are not the sums of the values for its "
@@ -104,20 +95,21 @@ def _disagreement(
         return None
     if abs(total - added) <= tolerance and not is_masked:  # else a guarded mean is 0
         return (
-            "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients are "
+            "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients "
+            "are "
             f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy.rstrip()}"
         )
     return (
-        f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for their "
+        f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for "
+        "their "
         "halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
-        f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]}{no_guard} A loss that compares rows with each other "
+        f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]}{no_guard} A loss that compares rows with "
+        "each other "
         "sees the rows of one microbatch only."
     )
 
 
-_compiled_losses: weakref.WeakKeyDictionary[Callable, dict[tuple, Callable]] = (
-    weakref.WeakKeyDictionary()
-)
+_compiled_losses: weakref.WeakKeyDictionary[Callable, dict[tuple, Callable]] = weakref.WeakKeyDictionary()
 """A loss function -> how it is called -> the compiled loss. It goes with the function."""
 
 
@@ -177,8 +169,9 @@ def _draw(
     Args:
       rng: draws.
       num_rows: rows of the result.
-      masked: None keeps the rows. A number takes the place of about half of all integers, and booleans and floating-point
-        masks of 0 and 1 are drawn anew. Losses use numbers such as 0, -1 and -100 for labels without a loss.
+      masked: None keeps the rows. A number takes the place of about half of all integers, and booleans and
+        floating-point masks of 0 and 1 are drawn anew. Losses use numbers such as 0, -1 and -100 for labels without a
+        loss.
       aval: the entry of the abstract microbatch.
       values: the entry of the batch.
     """

@@ -1,7 +1,8 @@
 """Activations as arrays of numbers.
 
-Messages, stashes and packed arrays hold numbers. So random keys that layers pass on, or that a backward needs, travel as their
-data, and become keys again where a layer reads them. Arrays without elements do not travel: they are made again.
+Messages, stashes and packed arrays hold numbers. So random keys that layers pass on, or that a backward needs, travel
+as their data, and become keys again where a layer reads them. Arrays without elements do not travel: they are made
+again.
 """
 
 import dataclasses
@@ -15,9 +16,7 @@ import jax.numpy as jnp
 from jpipe.layers.avals import is_key
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["impl"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["impl"])
 @dataclasses.dataclass(frozen=True)
 class KeyData:
     """Random keys of an implementation, in the place of the keys in a pytree.
@@ -35,9 +34,7 @@ class KeyData:
         return jax.random.wrap_key_data(self.data, impl=self.impl)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=[], meta_fields=["shape", "dtype"]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["shape", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class NoElements:
     """An array without elements, in its place in a pytree."""
@@ -65,12 +62,8 @@ def from_numbers(tree: Any) -> Any:
             return jax.eval_shape(type(node).value, node)
         return node.value()
 
-    is_abstract = any(
-        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)
-    )
-    return jax.tree.map(
-        value, tree, is_leaf=lambda node: isinstance(node, KeyData | NoElements)
-    )
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+    return jax.tree.map(value, tree, is_leaf=lambda node: isinstance(node, KeyData | NoElements))
 
 
 def _node(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
 """Values that layers report to the loss: penalties, load balancing.
 
-`report` adds a number to a named sum. The sums travel with the activations from stage to stage, so the loss sees them on
-the last stage, and their gradients travel back like any other.
+`report` adds a number to a named sum. The sums travel with the activations from stage to stage, so the loss sees them
+on the last stage, and their gradients travel back like any other.
 """
 
 import contextlib
@@ -18,9 +18,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.layers.layer import Layer
 
-_COLLECTED: contextvars.ContextVar[dict[str, jax.Array] | None] = (
-    contextvars.ContextVar("jpipe_reported", default=None)
-)
+_COLLECTED: contextvars.ContextVar[dict[str, jax.Array] | None] = contextvars.ContextVar("jpipe_reported", default=None)
 
 
 @suggests
@@ -28,11 +26,12 @@ def report(name: str, value: Any) -> None:
     """Reports a number from inside a layer to the loss of the pipeline.
 
     The loss gets the sum over all layers as `reported[name]`, if it has an argument `reported`:
-    `loss(outputs, batch, *, reported)`. Numbers of one microbatch are added; every microbatch has sums of its own. Outside
-    of a pipeline's training, `report` does nothing, so that a layer also runs by itself. `Pipeline.evaluate` and
-    `Pipeline.predict` report nothing; `evaluate` calls the loss with 0 for every name.
+    `loss(outputs, batch, *, reported)`. Numbers of one microbatch are added; every microbatch has sums of its own.
+    Outside of a pipeline's training, `report` does nothing, so that a layer also runs by itself. `Pipeline.evaluate`
+    and `Pipeline.predict` report nothing; `evaluate` calls the loss with 0 for every name.
 
-    Call it in the layer's own code, not inside a function that `jax.jit`, `jax.checkpoint`, `jax.lax.scan` or `jax.vmap`
+    Call it in the layer's own code, not inside a function that `jax.jit`, `jax.checkpoint`, `jax.lax.scan` or
+    `jax.vmap`
     transforms there: return the value from that function first.
 
     Args:
@@ -49,13 +48,12 @@ def report(name: str, value: Any) -> None:
       ...     return jnp.tanh(x)
     """
     if not isinstance(name, str):
-        raise ValueError(
-            f"`name` of `jpipe.report` must be a string, got {shown(name)}."
-        )
+        raise ValueError(f"`name` of `jpipe.report` must be a string, got {shown(name)}.")
     array = jnp.asarray(value)
     if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"`jpipe.report({shown(name)}, value)` takes a floating-point scalar, got {array.dtype}{list(array.shape)}. Take "
+            f"`jpipe.report({shown(name)}, value)` takes a floating-point scalar, got "
+            f"{array.dtype}{list(array.shape)}. Take "
             "the mean or the sum."
         )
     collected = _COLLECTED.get()
@@ -83,19 +81,17 @@ class ReportWeights:
 
 
 @suggests
-def report_weights(
-    layer: Any, name: str, function: Callable[[Any], Any]
-) -> ReportWeights:
+def report_weights(layer: Any, name: str, function: Callable[[Any], Any]) -> ReportWeights:
     """A layer that also reports a number computed from its weights, such as a penalty.
 
-    No device of a pipeline holds the weights of all layers, so a loss cannot take them as an argument. Each layer computes
-    its part where its weights lie, and the loss sees the sum: `reported[name]`.
+    No device of a pipeline holds the weights of all layers, so a loss cannot take them as an argument. Each layer
+    computes its part where its weights lie, and the loss sees the sum: `reported[name]`.
 
     Args:
       layer: whatever may be given as a layer.
       name: of the sum.
-      function: `parameters -> scalar`, of the nested dict that `Pipeline.get_params` returns for the layer. A tied weight
-        is in the dict of every layer that shares it.
+      function: `parameters -> scalar`, of the nested dict that `Pipeline.get_params` returns for the layer. A tied
+        weight is in the dict of every layer that shares it.
 
     Raises:
       ValueError: if the name is not a string or `function` not callable.
@@ -110,9 +106,7 @@ def report_weights(
       ...     return jnp.mean((outputs - batch["targets"]) ** 2) + 1e-4 * reported["squares"]
     """
     if not isinstance(name, str):
-        raise ValueError(
-            f"`name` of `jpipe.report_weights` must be a string, got {shown(name)}."
-        )
+        raise ValueError(f"`name` of `jpipe.report_weights` must be a string, got {shown(name)}.")
     if not callable(function):
         raise ValueError(
             "`function` of `jpipe.report_weights` must be a function of the layer's parameters, got "
@@ -132,11 +126,7 @@ def with_reported_weights(layer: Layer, reports: ReportWeights) -> Layer:
         assert layer.bind is not None
         return with_reported_weights(layer.bind(args), reports)
 
-    alike = (
-        None
-        if layer.alike is None
-        else (layer.alike, reports.name, id(reports.function))
-    )
+    alike = None if layer.alike is None else (layer.alike, reports.name, id(reports.function))
     return dataclasses.replace(
         layer,
         train=train,

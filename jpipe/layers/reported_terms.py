@@ -1,14 +1,14 @@
 """Separates the terms of a loss that consist of reported values alone.
 
-A loss that returns `(sum, weight)` may add values that layers report: `(losses * mask).sum() + 0.1 * reported["penalty"]`.
-The weight counts rows, and divides what is summed over rows. The penalty is one number of a microbatch, as in a loss that
-is a mean. So the returned sum is split into two terms:
+A loss that returns `(sum, weight)` may add values that layers report: `(losses * mask).sum() + 0.1 *
+reported["penalty"]`. The weight counts rows, and divides what is summed over rows. The penalty is one number of a
+microbatch, as in a loss that is a mean. So the returned sum is split into two terms:
 
     sum = rest + reported        reported: computed of reported values and constants alone
                                  rest: all other terms, also products with reported values
 
-The function is evaluated equation by equation. A value is a constant, or has one of the two terms, or both. Operations that
-are linear in a value with both terms are applied to each.
+The function is evaluated equation by equation. A value is a constant, or has one of the two terms, or both. Operations
+that are linear in a value with both terms are applied to each.
 """
 
 from collections.abc import Callable, Sequence

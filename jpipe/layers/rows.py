@@ -45,9 +45,7 @@ def row_mixing(traced: Traced) -> list[str]:
     def analyse(kind: int, dims: tuple[RowDims, ...], reported: range) -> tuple:
         return _analyse(traced.layer_kinds[kind], dims, reported, num_rows=num_rows)
 
-    dims: tuple[RowDims, ...] = tuple(
-        frozenset([0]) if leaf.shape else NO_ROWS for leaf in traced.inputs
-    )
+    dims: tuple[RowDims, ...] = tuple(frozenset([0]) if leaf.shape else NO_ROWS for leaf in traced.inputs)
     stashed: dict[str, tuple[RowDims, ...]] = {}
     sentences = []
     for i, layer in enumerate(traced.layers):
@@ -91,17 +89,13 @@ def _analyse(
     dims_of |= {v: NO_ROWS for v in equations.inputs}
     dims_of |= dict(zip(equations.inputs[start:], input_dims))
     operations = _follow(equations, dims_of, num_rows)
-    results = tuple(
-        NO_ROWS if i in reported else _dims(dims_of, v) for i, v in enumerate(outputs)
-    )
+    results = tuple(NO_ROWS if i in reported else _dims(dims_of, v) for i, v in enumerate(outputs))
     if any(dims is not None and len(dims) > 1 for dims in results):
         operations.append("returns an array with a row per pair of rows")
     return results, tuple(dict.fromkeys(operations))
 
 
-def _follow(
-    equations: Equations, dims_of: dict[Any, RowDims], num_rows: int
-) -> list[str]:
+def _follow(equations: Equations, dims_of: dict[Any, RowDims], num_rows: int) -> list[str]:
     """Adds the row dims of all values to `dims_of`; returns the operations that combine rows."""
     operations: list[str] = []
     for eqn in equations.equations:
@@ -192,9 +186,7 @@ def _reshape(eqn: _Equation) -> tuple[list[RowDims], bool]:
     return eqn.results(frozenset(d for d in dims if d is not None))
 
 
-def _reshaped(
-    old: Sequence[int], new: Sequence[int], dim: int, num_rows: int
-) -> int | None:
+def _reshaped(old: Sequence[int], new: Sequence[int], dim: int, num_rows: int) -> int | None:
     """The dim of the new shape whose outer factor is the rows, which are the outer factor of `dim`."""
     before = math.prod(old[:dim])
     for d, size in enumerate(new):
@@ -311,9 +303,7 @@ def _gather(eqn: _Equation) -> tuple[list[RowDims], bool]:
 
 def _without(dims: frozenset[int], removed: Sequence[int]) -> frozenset[int]:
     """The row dims after other dims are removed from the shape."""
-    return frozenset(
-        d - sum(r < d for r in removed) for d in dims if d not in set(removed)
-    )
+    return frozenset(d - sum(r < d for r in removed) for d in dims if d not in set(removed))
 
 
 _RULES: dict[str, _Rule] = {
@@ -322,13 +312,9 @@ _RULES: dict[str, _Rule] = {
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split(),
         _reduce,
     ),
-    **dict.fromkeys(
-        "cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")
-    ),
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), _along("axis")),
     **dict.fromkeys(["slice", "pad", "dynamic_slice"], _same_rows),
-    **dict.fromkeys(
-        ["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _window
-    ),
+    **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _window),
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "conv_general_dilated": _conv,

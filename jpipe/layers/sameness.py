@@ -1,7 +1,8 @@
 """Keys of values that no program can tell apart.
 
-Python equality does not prove it: a class defines its own `__eq__`, a dataclass leaves fields out of comparisons, and `1 == True`.
-Here two values are the same if they are one object, or consist of builtin values of the same types that print alike.
+Python equality does not prove it: a class defines its own `__eq__`, a dataclass leaves fields out of comparisons, and
+`1 == True`. Here two values are the same if they are one object, or consist of builtin values of the same types that
+print alike.
 """
 
 import dataclasses

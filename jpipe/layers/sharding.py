@@ -17,9 +17,7 @@ from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.packing import axes_by_dim, divisible, without
 
 
-def parameter_specs(
-    layer: Layer, index: int, sizes: Mapping[str, int], rules: AxisRules
-) -> tuple[tuple, ...]:
+def parameter_specs(layer: Layer, index: int, sizes: Mapping[str, int], rules: AxisRules) -> tuple[tuple, ...]:
     """The axes that each parameter is split over, one entry per dim.
 
     Args:
@@ -65,8 +63,7 @@ def _parameter_spec(
     problem = f"{name} of shape {list(shape)} cannot be split as {spec}"
     if len(dim_axes) > len(shape):
         raise ValueError(
-            f"{problem}: it has {len(shape)} dims, not {len(dim_axes)}. Name one axis, or None, for "
-            "each dim."
+            f"{problem}: it has {len(shape)} dims, not {len(dim_axes)}. Name one axis, or None, for each dim."
         )
     for dim, names in enumerate(dim_axes):
         parts = math.prod(sizes[axis] for axis in names)
@@ -80,9 +77,7 @@ def _parameter_spec(
     return tuple(named) + (None,) * (len(shape) - len(named))
 
 
-def _fully_split(
-    dim_axes: Sequence[tuple], shape: tuple[int, ...], sizes: Mapping[str, int]
-) -> list[tuple]:
+def _fully_split(dim_axes: Sequence[tuple], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[tuple]:
     """The axes of each dim with "fsdp" on the largest dim that it divides and no other axis splits.
 
     Vectors, such as biases, stay whole: they take no memory, and to gather them takes time.
@@ -94,9 +89,7 @@ def _fully_split(
     return dim_axes
 
 
-def microbatch_spec(
-    shape: Sequence[int], num_rows: int, sizes: Mapping[str, int]
-) -> tuple:
+def microbatch_spec(shape: Sequence[int], num_rows: int, sizes: Mapping[str, int]) -> tuple:
     """The split of a value of a microbatch: along its rows, over the axis "fsdp".
 
     Args:
@@ -133,18 +126,13 @@ class ValueSplit:
     annotated: Mapping[tuple[int, ...], tuple] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls, programs: Iterable[LayerProgram], num_rows: int, sizes: Mapping[str, int]
-    ) -> "ValueSplit":
+    def of(cls, programs: Iterable[LayerProgram], num_rows: int, sizes: Mapping[str, int]) -> "ValueSplit":
         """The split that the outputs of layers ask for. Of two that differ for a shape, the first counts."""
         annotated: dict[tuple[int, ...], tuple] = {}
         for program in programs if sizes else ():
             for aval, spec in zip(program.outputs, _output_specs(program)):
                 rows, *rest = microbatch_spec(aval.shape, num_rows, sizes) or (None,)
-                free = [
-                    tuple(a for a in dim if a in sizes and a != rows)
-                    for dim in axes_by_dim(spec)
-                ]
+                free = [tuple(a for a in dim if a in sizes and a != rows) for dim in axes_by_dim(spec)]
                 if any(free):
                     first, *others = [dim or None for dim in free]
                     joined = (rows or first, *others, *rest[len(others) :])
@@ -157,10 +145,9 @@ class ValueSplit:
         rows = microbatch_spec(shape, self.num_rows, self.sizes)
         return self.annotated.get(tuple(shape), rows)
 
-    def constrained(
-        self, values: Sequence[jax.Array], num_leading: int = 0
-    ) -> list[jax.Array]:
-        """Values, split, behind a number of leading axes. Without rows to split and without annotations the compiler decides.
+    def constrained(self, values: Sequence[jax.Array], num_leading: int = 0) -> list[jax.Array]:
+        """Values, split, behind a number of leading axes. Without rows to split and without annotations the compiler
+        decides.
 
         Values that leave a branch, or go round a loop, must be split alike in every branch and turn. XLA
         does not see to it.

@@ -96,9 +96,7 @@ class StateUpdate:
         """The number of leaves of all records."""
         return sum(map(len, self.calls))
 
-    def sequence_values(
-        self, old: Sequence[jax.Array], new: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def sequence_values(self, old: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves in sequence after a microbatch. A finite leaf stays if it would not be finite."""
         return [_if_finite(old[i], value) for i, value in zip(self.sequence, new)]
 
@@ -112,21 +110,14 @@ class StateUpdate:
             return ()
         values = [a for record in self.calls for a in record]
         dtype = real_dtype(values)
-        kept = [
-            jax.ShapeDtypeStruct(a.shape, np.result_type(a.dtype, dtype))
-            for a in values
-        ]
+        kept = [jax.ShapeDtypeStruct(a.shape, np.result_type(a.dtype, dtype)) for a in values]
         return (jax.ShapeDtypeStruct((), dtype), *kept)
 
-    def added(
-        self, statistics: Sequence[jax.Array], recorded: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def added(self, statistics: Sequence[jax.Array], recorded: Sequence[jax.Array]) -> list[jax.Array]:
         """The statistics with one more microbatch, whose records are given as a flat list."""
         number, *kept = statistics
         result = [number + 1]
-        for group, (mean, variance, *rows) in zip(
-            self._of_calls(kept), self._of_calls(recorded), strict=True
-        ):
+        for group, (mean, variance, *rows) in zip(self._of_calls(kept), self._of_calls(recorded), strict=True):
             weight = group[2] if rows else number
             added = rows[0].astype(weight.dtype) if rows else jnp.ones_like(number)
             mean, variance = (
@@ -141,9 +132,7 @@ class StateUpdate:
             distance = mean - group[0]
             result += [
                 group[0] + distance * share,
-                group[1]
-                + added * variance
-                + squares(distance, group[1].dtype) * weight * share,
+                group[1] + added * variance + squares(distance, group[1].dtype) * weight * share,
             ]
             result += [total] if rows else []
         return result
@@ -163,9 +152,7 @@ class StateUpdate:
             result += [whole] if rows else []
         return result
 
-    def moved(
-        self, state: Sequence[jax.Array], statistics: Sequence[jax.Array]
-    ) -> list[jax.Array]:
+    def moved(self, state: Sequence[jax.Array], statistics: Sequence[jax.Array]) -> list[jax.Array]:
         """The deferred leaves after a minibatch with these statistics. They stay if any would not be finite."""
         assert self.move is not None
         number, *kept = statistics
@@ -232,9 +219,7 @@ class _TracedCall:
         return cls(closed, jax.tree.structure(shapes))
 
 
-def trace_state(
-    run: Callable[..., tuple], parameters: Any, state: Any, key: Any, args: Any
-) -> StateUpdate:
+def trace_state(run: Callable[..., tuple], parameters: Any, state: Any, key: Any, args: Any) -> StateUpdate:
     """Traces what a layer does to its state.
 
     Args:
@@ -260,9 +245,7 @@ def trace_state(
     def new_state(*values: jax.Array) -> list:
         given = record_tree.unflatten(values[len(flat) :])
         results = with_statistics(traced.closed, values[: len(flat)], given)
-        return [
-            jnp.asarray(results[i], leaf.dtype) for i, leaf in zip(positions, leaves)
-        ]
+        return [jnp.asarray(results[i], leaf.dtype) for i, leaf in zip(positions, leaves)]
 
     flow = Flow.of(new_state, *flat, *recorded_leaves)
     first = len(jax.tree.leaves(parameters))
@@ -302,19 +285,14 @@ def _check_structure(state: Any, results: Any, avals: Sequence) -> None:
     """Refuses a layer whose calls change the structure, or the shapes, of its state."""
     after = jax.tree.map(lambda i: avals[i], results)
     before, after = (
-        {
-            jax.tree_util.keystr(path): a.shape
-            for path, a in jax.tree.leaves_with_path(tree)
-        }
-        for tree in (state, after)
+        {jax.tree_util.keystr(path): a.shape for path, a in jax.tree.leaves_with_path(tree)} for tree in (state, after)
     )
-    changed = sorted(
-        path for path in {*before, *after} if before.get(path) != after.get(path)
-    )
+    changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
     if changed:
         shapes = (before.get(changed[0]), after.get(changed[0]))
         was, is_now = ("absent" if s is None else str(list(s)) for s in shapes)
         raise ValueError(
-            f"a call changes the form of its mutable state: {changed[0]} is {was} before and {is_now} after. State must keep "
+            f"a call changes the form of its mutable state: {changed[0]} is {was} before and {is_now} after. State "
+            "must keep "
             "its structure and shapes from call to call. What a layer tells the loss goes to `jpipe.report`."
         )

@@ -128,16 +128,12 @@ def trace_layers(
         **options,
     )
     with constraints_on(automatic, axis_rules):
-        program, weight = trace_loss(
-            loss, outputs, traced.reported, microbatch, key_impl
-        )
+        program, weight = trace_loss(loss, outputs, traced.reported, microbatch, key_impl)
     fields = {f.name: getattr(traced, f.name) for f in dataclasses.fields(traced)}
     return TrainingTrace(**fields, loss=program, loss_weight=weight)
 
 
-def trace_evaluation(
-    layers: Sequence[Layer], microbatch: Any, **options: Any
-) -> Traced:
+def trace_evaluation(layers: Sequence[Layer], microbatch: Any, **options: Any) -> Traced:
     """The same in evaluation, without a loss; `**options` as of `_trace`."""
     return _trace(layers, None, microbatch, **options)[0]
 
@@ -222,9 +218,7 @@ def _trace(
         reported=reported,
         inputs=leaves,
         output_tree=jax.tree.structure(outputs),
-        find_stash_specs=functools.cache(
-            lambda: _stash_specs(tracer, values, mesh if loss is not None else None)
-        ),
+        find_stash_specs=functools.cache(lambda: _stash_specs(tracer, values, mesh if loss is not None else None)),
         values=values,
     )
     return traced_layers, outputs[0] if reported else outputs
@@ -241,9 +235,7 @@ def _stash_specs(tracer: Tracer, values: ValueSplit, mesh: Mesh | None) -> list:
 def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:
     """A layer's forward and backward as one function, and its abstract arguments."""
 
-    def function(
-        parameters: Sequence, inputs: Sequence, extra: Sequence, output_grads: Sequence
-    ) -> tuple:
+    def function(parameters: Sequence, inputs: Sequence, extra: Sequence, output_grads: Sequence) -> tuple:
         outputs, stash, _ = kind.forward_and_stash(parameters, inputs, extra)
         constants = [extra[i] for i in kind.constants]
         return outputs, kind.backward([*parameters, *constants], stash, output_grads)

@@ -56,9 +56,7 @@ class Tracer:
     reported: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._key = jax.eval_shape(
-            lambda: jax.random.key_data(jax.random.key(0, impl=self.key_impl))
-        )
+        self._key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key_impl)))
         self._stashed: dict[str, Any] = {}
         self._kind_of_text: dict[str, int] = {}
         self._program_of: dict[tuple, tuple[LayerProgram, StateUpdate]] = {}
@@ -82,9 +80,7 @@ class Tracer:
     def drop_input_grads(self, inputs: Any) -> None:
         """Traces the first layer without the gradient of the model's inputs, which nothing reads."""
         if self.kind_of_layer.count(0) == 1:
-            self.layer_kinds[0] = self._trace(
-                0, (inputs,), self.mutable[0], input_grads=False
-            )
+            self.layer_kinds[0] = self._trace(0, (inputs,), self.mutable[0], input_grads=False)
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
@@ -95,9 +91,7 @@ class Tracer:
             cause = error.__cause__ or error
             raise ValueError(self._refusal(i, args, cause)) from cause
 
-    def _program(
-        self, i: int, args: tuple, plain_args: tuple
-    ) -> tuple[LayerProgram, StateUpdate]:
+    def _program(self, i: int, args: tuple, plain_args: tuple) -> tuple[LayerProgram, StateUpdate]:
         """The programs of layer `i`, and how its state moves: those of an earlier layer if both are surely the same.
 
         Args:
@@ -153,9 +147,7 @@ class Tracer:
             self.specs.append(spec)
         return kind
 
-    def _trace(
-        self, i: int, args: tuple, update: StateUpdate, input_grads: bool = True
-    ) -> LayerProgram:
+    def _trace(self, i: int, args: tuple, update: StateUpdate, input_grads: bool = True) -> LayerProgram:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:
@@ -196,9 +188,7 @@ class Tracer:
             return message
         return f"{message.rstrip('.')}. {layer.note}"
 
-    def _function(
-        self, i: int, update: StateUpdate
-    ) -> Callable[..., tuple[tuple, Any]]:
+    def _function(self, i: int, update: StateUpdate) -> Callable[..., tuple[tuple, Any]]:
         """Layer `i` in the form of `trace_layer`; its aux is what moves its state, see `StateUpdate.results`."""
         layer = self.layers[i]
         dtype = self._output_dtype() if self._is_last(i) else self.compute_dtype
@@ -218,9 +208,7 @@ class Tracer:
             run = run_layer(layer, self.compute_dtype)
             if self.splits and self.automatic is not None:
                 run = self.splits[i].applied(run, self.automatic)
-            (outputs, reported), moving = update.results(
-                run, parameters, extra["state"], key, args
-            )
+            (outputs, reported), moving = update.results(run, parameters, extra["state"], key, args)
             outputs = as_numbers(cast(outputs, dtype))
             return self._with_sums(outputs, sums, reported), moving
 
@@ -238,10 +226,7 @@ class Tracer:
         if not self.reports:
             return outputs
         first, *stashed = outputs
-        sums = {
-            name: a + reported[name].astype(a.dtype) if name in reported else a
-            for name, a in sums.items()
-        }
+        sums = {name: a + reported[name].astype(a.dtype) if name in reported else a for name, a in sums.items()}
         return (first, sums), *stashed
 
     def _is_last(self, i: int) -> bool:

@@ -90,9 +90,7 @@ def trace_forward(
     policy: Callable[..., Any] | None,
 ) -> Forward:
     trees: dict[str, Any] = {}
-    differentiated = [
-        i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)
-    ]
+    differentiated = [i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)]
 
     def call(ps: list, xs: list, es: list) -> tuple[list, list]:
         out = function(*arguments.unflatten(ps, xs, es))
@@ -113,21 +111,15 @@ def trace_forward(
                 filled[i] = value
             return call(ps, filled, es)
 
-        ys, vjp, aux = jax.vjp(
-            differentiated_call, ps, [xs[i] for i in differentiated], has_aux=True
-        )
+        ys, vjp, aux = jax.vjp(differentiated_call, ps, [xs[i] for i in differentiated], has_aux=True)
         # `jax.checkpoint` hands literals on as numbers.
         ys, aux = ([jnp.asarray(value) for value in values] for values in (ys, aux))
         residuals, trees["vjp"] = jax.tree.flatten(as_numbers(vjp))
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         return [*ys, *aux, *residuals]
 
-    equations = Equations.trace(
-        with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra
-    )
-    return Forward(
-        equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"]
-    )
+    equations = Equations.trace(with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra)
+    return Forward(equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"])
 
 
 def _without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,17 +148,14 @@ def trace_backward(forward: Forward) -> Equations:
     def backward(*args: jax.Array) -> list:
         leaves, inexact = args[:num_residuals], iter(args[num_residuals:])
         output_grads = [
-            next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-            for y in forward.outputs
+            next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in forward.outputs
         ]
         vjp = from_numbers(jax.tree.unflatten(forward.vjp_tree, leaves))
         parameter_grads, input_grads = vjp(output_grads)
         return [*parameter_grads, *input_grads]
 
     output_grads = [y for y in forward.outputs if is_inexact(y)]
-    return Equations.trace(
-        backward, *(aval_of(v) for v in forward.residuals), *output_grads
-    )
+    return Equations.trace(backward, *(aval_of(v) for v in forward.residuals), *output_grads)
 
 
 def check_offload(residuals: Sequence) -> None:

@@ -1,9 +1,10 @@
 """Which rows the arrays of packed leaves have on a device.
 
 The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
-mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in every
-array: one stage has an embedding, another a norm. An array has rows for the stages that use it, and for no other. So stages
-that differ take the memory that they need.
+mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in
+every
+array: one stage has an embedding, another a norm. An array has rows for the stages that use it, and for no other. So
+stages that differ take the memory that they need.
 
 Letters: D devices, R rows if an array is used by all stages.
 """
@@ -36,8 +37,8 @@ class ArrayRows:
     Attributes:
       num_devices: D.
       num_rows: R.
-      tables: name of an array -> int32 `[D, R]`, its own row for each of the R rows; -1 where the stage does not use it.
-        An array without an entry has R rows, because on some device all stages use it.
+      tables: name of an array -> int32 `[D, R]`, its own row for each of the R rows; -1 where the stage does not use
+        it. An array without an entry has R rows, because on some device all stages use it.
     """
 
     num_devices: int
@@ -58,10 +59,7 @@ class ArrayRows:
           arrays: their names.
           used: for each stage the names of the arrays that hold leaves of it.
         """
-        rows = [
-            [(d, slice(chunk, chunk + 1)) for d, chunk in copies]
-            for copies in lowered.copies
-        ]
+        rows = [[(d, slice(chunk, chunk + 1)) for d, chunk in copies] for copies in lowered.copies]
         return cls._of(lowered, arrays, used, rows, lowered.num_chunks)
 
     @classmethod
@@ -73,8 +71,7 @@ class ArrayRows:
     ) -> "ArrayRows":
         """The rows of arrays with one row for each version of the weights of a stage; see `of_columns`."""
         rows = [
-            [(d, lowered.rows.of_chunk(s, d, chunk)) for d, chunk in copies]
-            for s, copies in enumerate(lowered.copies)
+            [(d, lowered.rows.of_chunk(s, d, chunk)) for d, chunk in copies] for s, copies in enumerate(lowered.copies)
         ]
         return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows)
 
@@ -106,7 +103,9 @@ class ArrayRows:
         rows: Sequence[Sequence[tuple[int, slice | np.ndarray]]],
         num_rows: int,
     ) -> "ArrayRows":
-        """The same; `rows` has for each owner in `used`, and each of its copies, the device and its rows there, of R."""
+        """The same; `rows` has for each owner in `used`, and each of its copies, the device and its rows there, of
+        R.
+        """
         num_devices, tables = lowered.schedule.num_devices, {}
         for name in arrays:
             is_used = np.zeros((num_devices, num_rows), bool)
@@ -125,9 +124,7 @@ class ArrayRows:
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         # An array that no stage uses, because others share it, keeps a row: it has a shape.
-        return {
-            name: max(int(table.max()) + 1, 1) for name, table in self.tables.items()
-        }
+        return {name: max(int(table.max()) + 1, 1) for name, table in self.tables.items()}
 
     def row(self, name: str, device: int, row: int) -> int:
         """The row of an array for one of the R rows of a device; -1 if the array has none for the stage there."""
@@ -141,6 +138,4 @@ class ArrayRows:
 
     def num_bytes(self, pack: Packing) -> int:
         """Bytes of the arrays of a packing, on every device."""
-        return sum(
-            self.number(name) * num_bytes for name, num_bytes in pack.row_bytes.items()
-        )
+        return sum(self.number(name) * num_bytes for name, num_bytes in pack.row_bytes.items())

@@ -167,9 +167,7 @@ class _Draft:
             pairs=None if self.local else tuple(sorted(self._target_of.items())),
             sends=sends,
             lane=lane,
-            lanes=tuple(
-                np.unique(np.concatenate([m.output for m in self.messages])).tolist()
-            ),
+            lanes=tuple(np.unique(np.concatenate([m.output for m in self.messages])).tolist()),
             arrives=arrives,
         )
 
@@ -201,12 +199,9 @@ def assign_channels(
     drafts: list[_Draft] = []
     for route in routes:
         shared = (route.payload, route.operation if overlap else None)
-        messages = _messages(
-            schedule, position, num_in_column, operations, route, outgoing
-        )
+        messages = _messages(schedule, position, num_in_column, operations, route, outgoing)
         candidates: dict[bool, list[_Draft]] = {
-            local: [d for d in drafts if (d.local, d.shared) == (local, shared)]
-            for local in (False, True)
+            local: [d for d in drafts if (d.local, d.shared) == (local, shared)] for local in (False, True)
         }
         of_draft: dict[_Draft, list[int]] = {}
         cells = zip(*(a.tolist() for a in messages[1:4]))
@@ -241,9 +236,7 @@ def _messages(
     cells = np.nonzero((sends.stage >= 0) & (target_of[sends.stage] >= 0))
     tick, source, lane = cells
     stage = target_of[sends.stage[cells]]
-    rounds, m = np.divmod(
-        sends.microbatch[cells].astype(int), schedule.num_microbatches
-    )
+    rounds, m = np.divmod(sends.microbatch[cells].astype(int), schedule.num_microbatches)
     column = schedule.column_of_microbatch[m, stage]
     num_lanes = sends.num_lanes if route.target else 0
     outputs = [outgoing.index((route.inbox, j)) for j in range(num_lanes)]

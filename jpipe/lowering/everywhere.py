@@ -26,7 +26,8 @@ class Follows(NamedTuple):
 
 
 def ticks_before_update(schedule: Schedule, cells: np.ndarray, home: int) -> int:
-    """How many ticks before the update with a minibatch a stage has the first microbatch of the next one; negative: after it.
+    """How many ticks before the update with a minibatch a stage has the first microbatch of the next one; negative:
+    after it.
 
     Args:
       schedule: the table, which is always full.
@@ -40,18 +41,16 @@ def ticks_before_update(schedule: Schedule, cells: np.ndarray, home: int) -> int
 def head_after_update(schedule: Schedule) -> bool:
     """Whether a head that all devices run comes after the update of a tick, and not before the backward.
 
-    It takes its gradient in the tick of its forward. Where the last stage begins a minibatch in the tick in which it updates
-    with the one before, this gradient belongs to the next update. The weights of the forward are still there, because a
-    backward in a later tick reads them.
+    It takes its gradient in the tick of its forward. Where the last stage begins a minibatch in the tick in which it
+    updates with the one before, this gradient belongs to the next update. The weights of the forward are still there,
+    because a backward in a later tick reads them.
     """
     if schedule.drains or schedule.forward_only:
         return False
     return ticks_before_update(schedule, schedule.forward_ticks(), -1) == 0
 
 
-def everywhere(
-    operations: Mapping[str, Operations], together: Mapping[str, Follows]
-) -> dict[str, Operations]:
+def everywhere(operations: Mapping[str, Operations], together: Mapping[str, Follows]) -> dict[str, Operations]:
     """Operations on all devices, one lane each.
 
     On every device they have the scalars of the home's operation: its microbatch, version and slots.
@@ -69,9 +68,7 @@ def everywhere(
 
 def _on_all_devices(operations: Operations, home: int) -> Operations:
     T, D, _ = operations.stage.shape
-    fields = {
-        f.name: np.zeros((T, D, 1), np.int32) for f in dataclasses.fields(operations)
-    }
+    fields = {f.name: np.zeros((T, D, 1), np.int32) for f in dataclasses.fields(operations)}
     fields["stage"] -= 1
     for t, d, lane in np.argwhere(operations.stage == home):
         for name, values in fields.items():

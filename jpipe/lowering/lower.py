@@ -74,8 +74,8 @@ class Lowered:
       num_batches: how many of the latest minibatches are read, including the minibatch of this
         round.
       head_after_update: whether a head that all devices run comes after the update of a tick.
-      num_weights: of how many of the latest minibatches the weight is read, which divides the sums of the loss; 0 if the
-        loss is a mean.
+      num_weights: of how many of the latest minibatches the weight is read, which divides the sums of the loss; 0 if
+        the loss is a mean.
       norms: which gradients norms over all stages count; None in forward-only tables.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       target: facts of the platform.
@@ -118,9 +118,7 @@ class Lowered:
         """
         names = set(self.operations)
         T, first = self.schedule.num_ticks, {"forward", "commit"}
-        busy = {
-            n: np.any(o.stage >= 0, axis=(1, 2)) for n, o in self.operations.items()
-        }
+        busy = {n: np.any(o.stage >= 0, axis=(1, 2)) for n, o in self.operations.items()}
         end = 1 + int(np.flatnonzero(busy["forward"]).max())
         mixed = any(busy[name][:end].any() for name in names - first)
         all_run_together = names - first - {"backward", "weight_grad", "update"}
@@ -188,35 +186,25 @@ def lower(
     operations = all_operations(schedule, chunk, position, num_in_column)
     newest, last_tick = _newest_and_last_tick(schedule)
     outgoing = tuple(
-        (route.inbox, lane)
-        for route in routes
-        if route.target
-        for lane in range(operations[route.operation].num_lanes)
+        (route.inbox, lane) for route in routes if route.target for lane in range(operations[route.operation].num_lanes)
     )
     together = together or {}
     head = "head" in together
     copies = tuple(
-        tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)
-        for of_stage in schedule.columns_of_copies
+        tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage) for of_stage in schedule.columns_of_copies
     )
     num_chunks = int(chunk.max()) + 1
     return Lowered(
         schedule=schedule,
         operations={**operations, **everywhere(operations, together)},
-        channels=assign_channels(
-            schedule, position, num_in_column, operations, routes, outgoing, overlap
-        ),
+        channels=assign_channels(schedule, position, num_in_column, operations, routes, outgoing, overlap),
         outgoing=outgoing,
-        rings=make_rings(
-            schedule, position, num_in_column, recompute, routes, head, stash_slots
-        ),
+        rings=make_rings(schedule, position, num_in_column, recompute, routes, head, stash_slots),
         num_chunks=num_chunks,
         copies=copies,
         num_in_column=num_in_column,
         rows=version_rows(schedule, copies, num_chunks, newest[columns], reads_stale),
-        num_batches=kept_minibatches(
-            schedule, recompute or "embed_backward" in together
-        ),
+        num_batches=kept_minibatches(schedule, recompute or "embed_backward" in together),
         head_after_update=head and head_after_update(schedule),
         num_weights=kept_weights(schedule, head) if weighted else 0,
         norms=None if schedule.forward_only else norm_table(schedule),
@@ -257,9 +245,7 @@ def kept_weights(schedule: Schedule, head: bool) -> int:
       head: whether a head that all devices run takes it, with the forward of the last stage, and not with the backward.
     """
     cells = schedule.forward if head else schedule.backward
-    return _num_minibatches(
-        schedule, cells[:, schedule.stage == schedule.num_stages - 1]
-    )
+    return _num_minibatches(schedule, cells[:, schedule.stage == schedule.num_stages - 1])
 
 
 def _num_minibatches(schedule: Schedule, cells: np.ndarray) -> int:

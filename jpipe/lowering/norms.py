@@ -22,8 +22,8 @@ class NormTable:
     Attributes:
       offset: int `[S, S]`, at most 0: an update of version v of stage i counts the gradient of version v + offset[i, j]
         of stage j.
-      together: bool `[S, S]`, whether the updates of version v of stages i and j are in one tick. Then a gradient that is
-        not finite on one makes both skip their updates.
+      together: bool `[S, S]`, whether the updates of version v of stages i and j are in one tick. Then a gradient that
+        is not finite on one makes both skip their updates.
       depth: versions of which a squared norm is kept.
       reporter: int `[T]`, the stage whose norm is reported of each tick, -1 where nothing updates.
     """

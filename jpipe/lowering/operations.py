@@ -135,9 +135,7 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
     version = np.full(schedule.weight_grad.shape, IDLE, np.int64)
     read = schedule.backward_versions()
     t, c = np.nonzero(schedule.weight_grad != IDLE)
-    rounds, m = np.divmod(
-        schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches
-    )
+    rounds, m = np.divmod(schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches)
     version[t, c] = read[m, c] + rounds
     return version
 

@@ -61,9 +61,7 @@ class Ring:
         """The first slot of a column."""
         return np.array([min(slots, default=0) for slots in self.slots])[column]
 
-    def slot(
-        self, column: np.ndarray, position: np.ndarray, reads: bool = False
-    ) -> np.ndarray:
+    def slot(self, column: np.ndarray, position: np.ndarray, reads: bool = False) -> np.ndarray:
         """The slot of the microbatch at a position of a column's order, for an operation that writes or `reads`.
 
         Example:
@@ -75,10 +73,7 @@ class Ring:
         if reads and self.read_slots is not None:
             of_columns = self.read_slots
         width = max(map(len, of_columns), default=0)
-        rows = [
-            np.resize(slots if len(slots) else [0], max(width, 1))
-            for slots in of_columns
-        ]
+        rows = [np.resize(slots if len(slots) else [0], max(width, 1)) for slots in of_columns]
         return np.array(rows)[column, position % self.depth(column)]
 
 
@@ -117,9 +112,7 @@ def make_rings(
         in_tick = bool((first == last)[used].all())
         rings[name] = dataclasses.replace(ring, in_tick=in_tick)
     if stash_slots is not None:
-        rings |= _spilled(
-            schedule, position, num_in_column, rings, lifetimes, stash_slots
-        )
+        rings |= _spilled(schedule, position, num_in_column, rings, lifetimes, stash_slots)
     return rings
 
 
@@ -155,7 +148,8 @@ def _spilled(
         if longest >= schedule.num_ticks:
             raise ValueError(
                 f"`activations` of `Offload` needs stashes that live shorter than a round of the table. In schedule "
-                f"{schedule.name!r} one lives for {longest} ticks, and a round of {schedule.num_microbatches} microbatches has "
+                f"{schedule.name!r} one lives for {longest} ticks, and a round of {schedule.num_microbatches} "
+                "microbatches has "
                 f"{schedule.num_ticks}. Use more microbatches, or leave `activations` out."
             )
         of_devices = stashes_of(schedule, first, last, used)
@@ -171,7 +165,8 @@ def _spilled(
     if failed:
         least = least_slots(failed, schedule.num_ticks)
         raise ValueError(
-            f"`activations={num_slots}` of `Offload` is too few: schedule {shown(schedule.name)} needs {least} slots of a stash "
+            f"`activations={num_slots}` of `Offload` is too few: schedule {shown(schedule.name)} needs {least} slots "
+            "of a stash "
             "on a device at once, with all others in host memory. Keep that many, or choose a schedule with fewer "
             "stages on a device."
         )
@@ -180,9 +175,7 @@ def _spilled(
 
 def _slots_to_fill(num_in_column: np.ndarray, used: np.ndarray) -> list[np.ndarray]:
     """For each column a slot, still 0, for each of its microbatches; none if the column does not use the ring."""
-    return [
-        np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)
-    ]
+    return [np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)]
 
 
 def _shared_slots(

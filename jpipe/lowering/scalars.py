@@ -1,8 +1,8 @@
 """The scalars of a tick: which program runs, on which microbatch and version, in which slots.
 
-Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of the
-compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the round's
-number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
+Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of
+the compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the
+round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
 their scalars through the typed views `LaneScalars` and `ChannelScalars`.
 
 Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
@@ -75,9 +75,7 @@ class ScalarTable:
         entries = (np.asarray(a, np.int32) for a in (base, modulus, offset, rounds))
         self._cyclic[name] = (*entries, constants)
 
-    def add_guarded(
-        self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
-    ) -> None:
+    def add_guarded(self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
         """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
         if self._synchronous:
             self.add_plain(name, base)
@@ -86,7 +84,9 @@ class ScalarTable:
             self._guarded[name] = tuple(entries)
 
     def constant(self, name: ScalarName, ticks: range) -> int | None:
-        """The value of a scalar in some ticks; None if it is not the same in all of them, on all devices and in all rounds."""
+        """The value of a scalar in some ticks; None if it is not the same in all of them, on all devices and in all
+        rounds.
+        """
         if name not in self._plain:
             return None
         base, (rounds, started, _) = self._plain[name]
@@ -94,7 +94,9 @@ class ScalarTable:
         return values[0] if len(values) == 1 and rounds == started == 0 else None
 
     def only_program(self, operation: str, lane: int, ticks: range) -> int | None:
-        """The program that all devices run in a lane of an operation in all of some ticks; None if they may differ, or none runs."""
+        """The program that all devices run in a lane of an operation in all of some ticks; None if they may differ, or
+        none runs.
+        """
         program = self.constant((operation, lane, "program"), ticks)
         return None if program == -1 else program
 
@@ -112,9 +114,7 @@ class ScalarTable:
         """int32 `[lanes]`: position of a field of each lane of an operation in the vector of a tick."""
         positions = [
             self.index[operation, lane, *field]
-            for lane in itertools.takewhile(
-                lambda lane: (operation, lane, *field) in self.index, itertools.count()
-            )
+            for lane in itertools.takewhile(lambda lane: (operation, lane, *field) in self.index, itertools.count())
         ]
         return np.array(positions, np.int32)
 
@@ -146,9 +146,7 @@ class ScalarTable:
         num_devices, num_ticks, width = self.rows_shape
         of_devices = range(num_devices)[devices]
         rows = np.empty((len(of_devices), num_ticks, width), np.int32)
-        entries = (
-            c[j] for scalars, j in self._parts.values() for c in scalars.values()
-        )
+        entries = (c[j] for scalars, j in self._parts.values() for c in scalars.values())
         for i, entry in enumerate(entries):
             rows[..., i] = np.broadcast_to(entry, self._shape)[:, devices].T
         return rows
@@ -188,9 +186,7 @@ class ScalarTable:
         cyclic = at_round("cyclic", self._cyclic)
         values.append(jnp.mod(cyclic, parts["modulus"]) + parts["offset"])
         if self._guarded:
-            first, last = (
-                parts[part] + num_microbatches * round_ for part in ("first", "last")
-            )
+            first, last = (parts[part] + num_microbatches * round_ for part in ("first", "last"))
             inside = (first >= 0) & (last < num_entered)
             values.append(jnp.where(inside, parts["guarded"], -1))
         return jnp.concatenate(values, axis=1)
@@ -255,12 +251,8 @@ class LaneScalars:
         if isinstance(self.lane, int):
             return self.tick.get(self.operation, self.lane, *field)
         of_lanes = self.tick.table.index_of_lanes(self.operation, field)
-        index = lax.dynamic_index_in_dim(
-            of_lanes, self.lane, keepdims=False, allow_negative_indices=False
-        )
-        return lax.dynamic_index_in_dim(
-            self.tick.values, index, keepdims=False, allow_negative_indices=False
-        )
+        index = lax.dynamic_index_in_dim(of_lanes, self.lane, keepdims=False, allow_negative_indices=False)
+        return lax.dynamic_index_in_dim(self.tick.values, index, keepdims=False, allow_negative_indices=False)
 
     @property
     def program(self) -> jax.Array:
@@ -507,9 +499,7 @@ def _add_lane(
     if not lowered.schedule.has_copies:  # else a commit moves the mutable state
         table.add_plain((*lane_name, "completes"), position % N == N - 1)
     if lowered.num_weights > 1:
-        table.add_cyclic(
-            (*lane_name, "minibatch"), microbatch // N, 1, lowered.num_weights
-        )
+        table.add_cyclic((*lane_name, "minibatch"), microbatch // N, 1, lowered.num_weights)
     num_rows = lowered.num_batches * N
     if num_rows == N:
         table.add_plain((*lane_name, "microbatch"), microbatch)

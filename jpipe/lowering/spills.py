@@ -16,8 +16,9 @@ The table says when each stash is read, so the choice is made before the first s
 one size, and each comes back once, so no other choice moves fewer bytes. A weight gradient in a later tick than its
 backward reads the slot again, which stays on the device until then.
 
-An asynchronous table repeats, and lives go over its end. Its ticks are therefore a circle, and a microbatch has the same slots
-in every round. A stash may not live longer than a round. On a circle the rule is tried from several ticks, and may still
+An asynchronous table repeats, and lives go over its end. Its ticks are therefore a circle, and a microbatch has the
+same slots in every round. A stash may not live longer than a round. On a circle the rule is tried from several ticks,
+and may still
 move a stash more than is needed: in random columns of up to seven microbatches it does so in one of 100.
 
 Letters: T ticks, D devices, C columns, N microbatches, K slots on a device, H slots in host memory.
@@ -104,26 +105,20 @@ def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int]
     """
     if not stashes:
         return set()
-    wraps = any(
-        stash.first // num_ticks != stash.last // num_ticks for stash in stashes
-    )
+    wraps = any(stash.first // num_ticks != stash.last // num_ticks for stash in stashes)
     whole = [interval for stash in stashes for interval in stash.intervals(False)]
     in_use = _in_use(whole, 2 * num_ticks)
     begins = [0]
     if wraps:
-        # A circle has no first tick, and which one the rule begins with makes a difference. What is in flight repeats: after as
-        # many stashes as live at once, the rest is mostly the same.
+        # A circle has no first tick, and which one the rule begins with makes a difference. What is in flight repeats:
+        # after as many stashes as live at once, the rest is mostly the same.
         begins = sorted(stash.first % num_ticks for stash in stashes)
         begins = begins[: int(in_use.max()) + 1]
     found = [_chosen_from(stashes, num_slots, in_use.copy(), begin) for begin in begins]
-    return min(
-        (chosen for chosen in found if chosen is not None), key=len, default=None
-    )
+    return min((chosen for chosen in found if chosen is not None), key=len, default=None)
 
 
-def _chosen_from(
-    stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, begin: int
-) -> set[int] | None:
+def _chosen_from(stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, begin: int) -> set[int] | None:
     """`choose` by Belady's rule, beginning with a tick of the round.
 
     Args:
@@ -177,9 +172,7 @@ class Assignment(NamedTuple):
 
 
 @functools.lru_cache(256)  # several rings of a device may have the same stashes
-def assign(
-    stashes: tuple[Stash, ...], num_slots: int, num_ticks: int
-) -> Assignment | None:
+def assign(stashes: tuple[Stash, ...], num_slots: int, num_ticks: int) -> Assignment | None:
     """Slots of stashes, at most `num_slots` on the device; None: not possible. Arguments as of `choose`."""
     circle = 2 * num_ticks
     # Where lives go over the end of a round, they may need more slots than are in use at once.
@@ -215,21 +208,17 @@ def stashes_of(
     """For each device, cell `(m, c)` -> the stash of microbatch m of column c; all arrays are `[N, C]`."""
     ticks = first, schedule.backward_ticks(), last
     return [
-        {
-            (int(m), int(c)): Stash(*(int(a[m, c]) for a in ticks))
-            for m, c in np.argwhere(used & (schedule.device == d))
-        }
+        {(int(m), int(c)): Stash(*(int(a[m, c]) for a in ticks)) for m, c in np.argwhere(used & (schedule.device == d))}
         for d in range(schedule.num_devices)
     ]
 
 
 def _coloured(intervals: Mapping[Key, tuple[int, int]], circle: int) -> dict[Key, int]:
-    """A slot for each interval, first and last point, on a circle. Where none goes around, as few slots as are in use at once."""
+    """A slot for each interval, first and last point, on a circle. Where none goes around, as few slots as are in use
+    at once.
+    """
     cut = int(np.argmin(_in_use(intervals.values(), circle)))
-    arcs = sorted(
-        ((first - cut) % circle, last - first, n)
-        for n, (first, last) in enumerate(intervals.values())
-    )
+    arcs = sorted(((first - cut) % circle, last - first, n) for n, (first, last) in enumerate(intervals.values()))
     # Those that go over the cut are there at once, and each is in its slot before the others and after them.
     over = [arc for arc in arcs if arc[0] + arc[1] >= circle]
     busy_until = [start + length - circle for start, length, _ in over]

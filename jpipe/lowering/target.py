@@ -28,22 +28,25 @@ class Target:
     """The facts of a platform.
 
     Attributes:
-      switches: whether a device chooses between the programs of an operation, and an idle branch, by one `lax.switch`. Else
-        each program has a `lax.cond`, which keeps buffers in place on CPUs and TPUs. See `jpipe.engine.guard`.
-      touches_idle: whether a branch writes an element of each large buffer that it does not change, because XLA would copy
-        the buffer.
+      switches: whether a device chooses between the programs of an operation, and an idle branch, by one `lax.switch`.
+        Else each program has a `lax.cond`, which keeps buffers in place on CPUs and TPUs. See `jpipe.engine.guard`.
+      touches_idle: whether a branch writes an element of each large buffer that it does not change, because XLA would
+        copy the buffer.
       loops_in_branches: whether branches hold loops. A GPU waits for the host before every turn.
-      joins_writes: whether small values that lie side by side are written at once. A GPU starts a kernel for each write.
-      indices_outside: whether branches get indices from outside. XLA for GPUs adds in place only at an index that it does not
-        know.
-      updates_between_ticks: whether a tick begins with the update of the tick before. XLA for GPUs begins no transfer before
-        an update that most ticks leave out.
-      updates_in_every_tick: whether a small update runs in all ticks. The host decides about a conditional with a collective.
-      drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers in place.
-      few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only other
-        branches write.
-      ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages that it does
-        not have.
+      joins_writes: whether small values that lie side by side are written at once. A GPU starts a kernel for each
+        write.
+      indices_outside: whether branches get indices from outside. XLA for GPUs adds in place only at an index that it
+        does not know.
+      updates_between_ticks: whether a tick begins with the update of the tick before. XLA for GPUs begins no transfer
+        before an update that most ticks leave out.
+      updates_in_every_tick: whether a small update runs in all ticks. The host decides about a conditional with a
+        collective.
+      drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers
+        in place.
+      few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
+        other branches write.
+      ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages
+        that it does not have.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
     """

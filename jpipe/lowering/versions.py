@@ -1,7 +1,7 @@
 """Where a device keeps the versions of its stages' weights.
 
-A stage keeps V versions, as many as its table needs: version v is in its slot v modulo V. The arrays of weights have a row
-for every slot of every stage of the device.
+A stage keeps V versions, as many as its table needs: version v is in its slot v modulo V. The arrays of weights have a
+row for every slot of every stage of the device.
 
 Letters: T ticks, D devices, S stages, R stages of a device at most, V weight versions of a stage.
 """

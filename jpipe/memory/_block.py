@@ -82,13 +82,9 @@ class Block:
 
     def __post_init__(self) -> None:
         if self.use not in USES:
-            raise ValueError(
-                f"`use` must be one of {', '.join(map(repr, USES))}, got {shown(self.use)}."
-            )
+            raise ValueError(f"`use` must be one of {', '.join(map(repr, USES))}, got {shown(self.use)}.")
         if self.num_bytes < 0:
-            raise ValueError(
-                f"`num_bytes` must be at least 0, got {shown(self.num_bytes)}."
-            )
+            raise ValueError(f"`num_bytes` must be at least 0, got {shown(self.num_bytes)}.")
         if not 0 <= self.allocated <= self.freed:
             raise ValueError(
                 f"{self.name}: a block is freed after it is allocated, and both come after the beginning of the step, "
@@ -96,9 +92,7 @@ class Block:
             )
         for access in self.accesses:
             if access.kind not in KINDS:
-                raise ValueError(
-                    f'`kind` of an access must be "write" or "read", got {shown(access.kind)}.'
-                )
+                raise ValueError(f'`kind` of an access must be "write" or "read", got {shown(access.kind)}.')
 
 
 class Interval(NamedTuple):
@@ -134,9 +128,7 @@ def blocks_of_csv(text: str) -> list[Block]:
     reader = csv.DictReader(io.StringIO(text))
     fields = [f.name for f in dataclasses.fields(Block)]
     if reader.fieldnames != fields:
-        raise ValueError(
-            f"the first line must be {','.join(fields)}, got {shown(','.join(reader.fieldnames or ()))}."
-        )
+        raise ValueError(f"the first line must be {','.join(fields)}, got {shown(','.join(reader.fieldnames or ()))}.")
     blocks = []
     for row in reader:
         pairs = [word.split("@") for word in row["accesses"].split()]

@@ -94,9 +94,7 @@ class Builder:
             self.device,
         )
 
-    def always(
-        self, name: str, use: str, num_bytes: int, accesses: Iterable = (), **of: Any
-    ) -> Block:
+    def always(self, name: str, use: str, num_bytes: int, accesses: Iterable = (), **of: Any) -> Block:
         """A block that lives all the time."""
         period = self.clock.period
         inside = [(time % period, kind) for time, kind in accesses]
@@ -112,10 +110,7 @@ class Builder:
         not_state = "minibatch", TABLE, "temporaries"
         if self.program.settings.donate or name in not_state:
             return
-        copies = [
-            dataclasses.replace(b, name=f"new state: {b.name}", accesses=())
-            for b in [*blocks, *free]
-        ]
+        copies = [dataclasses.replace(b, name=f"new state: {b.name}", accesses=()) for b in [*blocks, *free]]
         self.blocks += copies
 
     def num_bytes(self, shapes: Any) -> int:
@@ -129,9 +124,7 @@ class Builder:
     def update_time(self, stage: int, fraction: float, rounds: int = 0) -> float:
         """When the update of a stage that writes version 1 + rounds is over to a fraction."""
         column = int(self.schedule.column_of_stage[stage])
-        tick = (
-            int(self.schedule.update_ticks()[column]) + rounds * self.schedule.num_ticks
-        )
+        tick = int(self.schedule.update_ticks()[column]) + rounds * self.schedule.num_ticks
         return self.clock.at(tick, "update", fraction)
 
     def reads(self, column: int) -> list[tuple[str, int, int]]:
@@ -152,8 +145,6 @@ class Builder:
     def columns_of(self, stage: int) -> list[int]:
         return [c for c in self.columns if self.schedule.stage[c] == stage]
 
-    def add_whole(
-        self, name: str, use: str, num_bytes: int, accesses: Iterable = ()
-    ) -> None:
+    def add_whole(self, name: str, use: str, num_bytes: int, accesses: Iterable = ()) -> None:
         """Adds an allocation that one block fills all the time."""
         self.add(name, num_bytes, [self.always(name, use, num_bytes, accesses)])

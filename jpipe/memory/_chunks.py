@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from jpipe._util.foreign import shown
 
 PARTS = {"parameters": 2, "master": 4, "momentum": 4, "variance": 4}
-"""Parts of the state of mixed-precision Adam -> bytes for each parameter. A gradient takes the place of its parameter."""
+"""Parts of the state of mixed-precision Adam -> bytes for each parameter. A gradient takes the place of its
+parameter.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +83,7 @@ def pack_chunks(sizes: Sequence[int], chunk_size: int) -> ChunkLayout:
     return ChunkLayout(int(chunk_size), tuple(chunks), tuple(offsets), tuple(sizes))
 
 
-def best_chunk_size(
-    sizes: Sequence[int], most: int | None = None, least: int | None = None
-) -> int:
+def best_chunk_size(sizes: Sequence[int], most: int | None = None, least: int | None = None) -> int:
     """The size of chunks that tensors fill best; of equally good ones the smallest, which moves in the smallest parts.
 
     Only sizes matter at which some chunk is full: sums of tensors that follow each other. All of them are tried.
@@ -105,9 +105,7 @@ def best_chunk_size(
     least = largest if least is None else max(least, largest)
     most = 8 * largest if most is None else most
     if most < least:
-        raise ValueError(
-            f"`most` must be at least {least}, which the largest tensor needs, got {shown(most)}."
-        )
+        raise ValueError(f"`most` must be at least {least}, which the largest tensor needs, got {shown(most)}.")
     candidates = {least}
     for i in range(len(sizes)):
         total = 0
@@ -118,13 +116,9 @@ def best_chunk_size(
             if total >= least:
                 candidates.add(total)
     layouts = (pack_chunks(sizes, size) for size in sorted(candidates))
-    return max(
-        layouts, key=lambda layout: (layout.utilisation, -layout.chunk_size)
-    ).chunk_size
+    return max(layouts, key=lambda layout: (layout.utilisation, -layout.chunk_size)).chunk_size
 
 
 def _check(sizes: Sequence[int]) -> None:
     if not sizes or min(sizes) < 1:
-        raise ValueError(
-            f"`sizes` must hold at least one tensor, and each at least one number, got {list(sizes)[:8]}."
-        )
+        raise ValueError(f"`sizes` must hold at least one tensor, and each at least one number, got {list(sizes)[:8]}.")

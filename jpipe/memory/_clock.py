@@ -15,7 +15,8 @@ from jpipe.memory._block import on_grid
 class Clock:
     """Times on one device.
 
-    On the axis of ticks, the phases of a tick are equally long. In seconds, an operation takes what the profile says, in
+    On the axis of ticks, the phases of a tick are equally long. In seconds, an operation takes what the profile says,
+    in
     lockstep: a tick ends when its busiest device has finished, updates begin when all devices have computed, and
     everything else takes no time.
 
@@ -32,9 +33,7 @@ class Clock:
       tick_starts: `[T]`.
     """
 
-    def __init__(
-        self, lowered: Lowered, starts: Sequence[int], device: int, profile: Any = None
-    ):
+    def __init__(self, lowered: Lowered, starts: Sequence[int], device: int, profile: Any = None):
         self.lowered, self.starts, self.device = lowered, starts, device
         operations = lowered.operations
         self.phases: list[tuple[str, int]] = [("receive", 0)]
@@ -56,9 +55,7 @@ class Clock:
         self.period = on_grid(float(bounds[-1, -1]))
         self.tick_starts = tuple(on_grid(t) for t in bounds[:, 0].tolist())
 
-    def at(
-        self, tick: int, operation: str, fraction: float = 0.0, lane: int = 0
-    ) -> float:
+    def at(self, tick: int, operation: str, fraction: float = 0.0, lane: int = 0) -> float:
         """The time at which a fraction of a phase is over; ticks count on over all steps."""
         rounds, t = divmod(int(tick), len(self._bounds))
         i = self._number[operation, lane]
@@ -107,9 +104,7 @@ class Clock:
             for t, d, j in np.argwhere(stages >= 0).tolist():
                 if j in lanes:
                     s = int(stages[t, d, j])
-                    lengths[t, d, i] += sum(
-                        of_layers[self.starts[s] : self.starts[s + 1]]
-                    )
+                    lengths[t, d, i] += sum(of_layers[self.starts[s] : self.starts[s + 1]])
         update = self._number.get(("update", 0))
         work = lengths.copy()
         if update is not None:

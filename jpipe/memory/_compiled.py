@@ -13,8 +13,8 @@ from jpipe.memory._timeline import Timeline, idle_blocks
 def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
     """Every array of one call of a function: arguments, results and temporaries. Runs nothing.
 
-    The axis counts instructions in the order in which the compiled program runs them. The body of a loop and the branches
-    of a conditional stand in it once each.
+    The axis counts instructions in the order in which the compiled program runs them. The body of a loop and the
+    branches of a conditional stand in it once each.
 
     Args:
       f: a function of `jax.jit`, or a function that is then jitted.
@@ -41,7 +41,8 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
         shardings = jax.tree.leaves(compiled.output_shardings)
         platforms = {d.platform for s in shardings for d in s.device_set}
         raise ValueError(
-            f"`memory_timeline` needs to know where the compiler puts every value, and the compiler for {', '.join(sorted(platforms))} does not say. "
+            "`memory_timeline` needs to know where the compiler puts every value, and the compiler for "
+            f"{', '.join(sorted(platforms))} does not say. "
             'Compile for CPUs: `with jax.default_device(jax.devices("cpu")[0]):` around the call.'
         )
     blocks: list[Block] = []
@@ -53,9 +54,7 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
             blocks += _of_result(allocation, number, period)
         elif allocation.is_temporary:
             listed = [_block(v, "temporary") for v in allocation.values if v.num_bytes]
-            free = idle_blocks(
-                f"temporaries {number}", allocation.num_bytes, listed, period
-            )
+            free = idle_blocks(f"temporaries {number}", allocation.num_bytes, listed, period)
             blocks += [*listed, *free]
     name = getattr(f, "__name__", type(f).__name__)
     return Timeline(tuple(blocks), period, "instructions", name)

@@ -63,9 +63,7 @@ class Drawn(Protocol):
     def intervals(self) -> list[Interval]: ...
 
 
-def draw(
-    timeline: Drawn, path: str | os.PathLike[str], panels: Sequence[str] = ()
-) -> None:
+def draw(timeline: Drawn, path: str | os.PathLike[str], panels: Sequence[str] = ()) -> None:
     """Draws a timeline into a file.
 
     Args:
@@ -79,9 +77,7 @@ def draw(
     """
     unknown = [name for name in panels if name not in PANELS]
     if unknown:
-        raise ValueError(
-            f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {shown(unknown[0])}."
-        )
+        raise ValueError(f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {shown(unknown[0])}.")
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -173,9 +169,7 @@ def _rows(timeline: Drawn) -> list[list[Block]]:
     for block in timeline.blocks:
         if block.use != "idle" and block.num_bytes >= least:
             # Microbatches and ticks differ in time, so they share the row of their layer and use.
-            name = (
-                block.name.partition(", microbatch")[0] + block.name.partition(": ")[2]
-            )
+            name = block.name.partition(", microbatch")[0] + block.name.partition(": ")[2]
             if block.use == "temporary" and timeline.unit != "instructions":
                 name = "temporaries"
             arrays.setdefault(name, []).append(block)
@@ -202,9 +196,7 @@ def _gantt(timeline: Drawn, rows: list[list[Block]], axes: "Axes") -> None:
         alpha = 1.0 if len(blocks) < 3 else 0.45
         for block in blocks:
             bars = [(a, b - a) for a, b in spans(block, timeline.period).tolist()]
-            axes.broken_barh(
-                bars, (row - 0.4, 0.8), color=COLORS[block.use], alpha=alpha, lw=0
-            )
+            axes.broken_barh(bars, (row - 0.4, 0.8), color=COLORS[block.use], alpha=alpha, lw=0)
         several = len({block.name for block in blocks}) > 1
         if blocks[0].use == "temporary" and several:
             labels.append("temporaries")
@@ -215,12 +207,7 @@ def _gantt(timeline: Drawn, rows: list[list[Block]], axes: "Axes") -> None:
         if blocks[0].use == "temporary":
             continue
         for kind, color in (("write", "black"), ("read", "white")):
-            times = [
-                a.time % timeline.period
-                for b in blocks
-                for a in b.accesses
-                if a.kind == kind
-            ]
+            times = [a.time % timeline.period for b in blocks for a in b.accesses if a.kind == kind]
             axes.plot(
                 times,
                 [row] * len(times),
@@ -237,12 +224,8 @@ def _gantt(timeline: Drawn, rows: list[list[Block]], axes: "Axes") -> None:
 def _histogram(timeline: Drawn, axes: "Axes") -> None:
     lengths = [interval.length for interval in timeline.intervals()]
     if lengths:
-        bins = np.geomspace(
-            max(min(lengths), timeline.period * 1e-6), max(lengths) * 1.001, 30
-        )
-        axes.hist(
-            np.maximum(lengths, bins[0]), bins=bins.tolist(), color=COLORS["weights"]
-        )
+        bins = np.geomspace(max(min(lengths), timeline.period * 1e-6), max(lengths) * 1.001, 30)
+        axes.hist(np.maximum(lengths, bins[0]), bins=bins.tolist(), color=COLORS["weights"])
         axes.set_xscale("log")
     axes.set_xlabel(f"interval between accesses, {timeline.unit}", fontsize=8)
     axes.set_ylabel("number", fontsize=8)
@@ -252,9 +235,7 @@ def _histogram(timeline: Drawn, axes: "Axes") -> None:
 def _scatter(timeline: Drawn, axes: "Axes", legend: bool) -> None:
     by_use: dict[str, list] = {}
     for interval in timeline.intervals():
-        by_use.setdefault(interval.use, []).append(
-            (interval.length, interval.num_bytes)
-        )
+        by_use.setdefault(interval.use, []).append((interval.length, interval.num_bytes))
     for use in USES:
         if use in by_use:
             x, y = zip(*by_use[use])
@@ -264,8 +245,6 @@ def _scatter(timeline: Drawn, axes: "Axes", legend: bool) -> None:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda y, _: size_text(y))
     if by_use and legend:
-        axes.legend(
-            fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
-        )
+        axes.legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.set_xlabel(f"interval between accesses, {timeline.unit}", fontsize=8)
     axes.set_ylabel("bytes of the array", fontsize=8)

@@ -245,9 +245,7 @@ class Program:
             )
         return found
 
-    def _value(
-        self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int
-    ) -> Value | None:
+    def _value(self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int) -> Value | None:
         """A value that occurs at some places, the first of them where it is defined; None if it never runs."""
         defined = self._instructions[places[0][0]]
         if defined.id not in self.position:
@@ -265,9 +263,7 @@ class Program:
                 value.end = max(value.end, self.span_of[computation][1])
             for user in self._users.get(number, []):
                 if user.id not in self.position or (
-                    user.opcode == "get-tuple-element"
-                    and index
-                    and index[0] != user.element
+                    user.opcode == "get-tuple-element" and index and index[0] != user.element
                 ):
                     continue
                 at = self.position[user.id]

@@ -1,4 +1,6 @@
-"""Blocks of what belongs to layers and stages: weights, the optimizer's state, gradients, and what is read of batches."""
+"""Blocks of what belongs to layers and stages: weights, the optimizer's state, gradients, and what is read of
+batches.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,18 +27,10 @@ def _versions(
     ]
     last = max(time for time, _ in accesses)
     early = [a for a in accesses if a[0] <= replaced]
-    blocks = [
-        builder.block(
-            name, "weights", num_bytes, written, replaced, early, stage=stage, **of
-        )
-    ]
+    blocks = [builder.block(name, "weights", num_bytes, written, replaced, early, stage=stage, **of)]
     if last > replaced:
         late = [a for a in accesses if a[0] > replaced]
-        blocks.append(
-            builder.block(
-                name, "version", num_bytes, replaced, last, late, stage=stage, **of
-            )
-        )
+        blocks.append(builder.block(name, "version", num_bytes, replaced, last, late, stage=stage, **of))
     return blocks
 
 
@@ -87,9 +81,7 @@ def read_weights(builder: Builder, _: int) -> list[Block]:
     for hooked in builder.layout["read_parameters"].shapes:
         for s in builder.held:
             for layer, run, _ in builder.stages.layer_runs(s):
-                size = builder.layout.leaf_bytes(
-                    run.parameters, builder.stages.parameters.arrays
-                )
+                size = builder.layout.leaf_bytes(run.parameters, builder.stages.parameters.arrays)
                 reads = [
                     (builder.in_layer(name, c, tick, layer), "read")
                     for c in builder.columns_of(s)
@@ -160,13 +152,8 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
     for s in builder.held:
         for layer, run, _ in builder.stages.layer_runs(s):
             places = run.gradient_places
-            size = builder.layout.leaf_bytes(
-                [place for place in places if not place.on_host], arrays
-            )
-            times = [
-                (builder.update_time(s, f), k)
-                for f, k in ((0.2, "read"), (0.8, "write"))
-            ]
+            size = builder.layout.leaf_bytes([place for place in places if not place.on_host], arrays)
+            times = [(builder.update_time(s, f), k) for f, k in ((0.2, "read"), (0.8, "write"))]
             for c in builder.columns_of(s):
                 for name, tick, _ in builder.reads(c):
                     if name == accumulating:
@@ -185,11 +172,7 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
             )
     shapes = builder.layout["gradients"].shapes
     for unit in builder.stages.vocabulary.units:
-        blocks.append(
-            builder.always(
-                f"{unit.name}: gradient", "gradient", builder.unit_bytes(shapes, unit)
-            )
-        )
+        blocks.append(builder.always(f"{unit.name}: gradient", "gradient", builder.unit_bytes(shapes, unit)))
     return blocks
 
 

@@ -34,9 +34,7 @@ IN_PARTS: dict[str, Callable[[Builder, int], list[Block]]] = {
 """Name of an array of the state -> the blocks of its parts, of the bytes of the whole."""
 
 
-def pipeline_timeline(
-    program: Program, device: int = 0, profile: Any = None
-) -> Timeline:
+def pipeline_timeline(program: Program, device: int = 0, profile: Any = None) -> Timeline:
     """The timeline of a step. See `Pipeline.memory_timeline`."""
     num_devices = program.settings.schedule.num_devices
     if not hasattr(device, "__index__") or not 0 <= device < num_devices:
@@ -51,9 +49,7 @@ def pipeline_timeline(
     schedule = program.settings.schedule
     title = f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, device {device}"
     clock = builder.clock
-    return Timeline(
-        tuple(builder.blocks), clock.period, clock.unit, title, clock.tick_starts
-    )
+    return Timeline(tuple(builder.blocks), clock.period, clock.unit, title, clock.tick_starts)
 
 
 def add_state(builder: Builder) -> None:
@@ -92,11 +88,7 @@ def add_program(builder: Builder, compiled: Any) -> None:
     if not builder.program.settings.donate:
         # On CPUs host memory is device memory to the compiler.
         kinds = (DEVICE_MEMORY, HOST_MEMORY)[: 1 + (builder.platform == "cpu")]
-        results -= sum(
-            g.num_bytes(builder.platform, kind)
-            for g in builder.layout.groups.values()
-            for kind in kinds
-        )
+        results -= sum(g.num_bytes(builder.platform, kind) for g in builder.layout.groups.values() for kind in kinds)
     results = max(int(results), 0)
     if results:
         builder.blocks.append(builder.always("results of the step", "result", results))

@@ -1,7 +1,7 @@
 """What a memory of a given capacity moves on a known order of accesses.
 
-PatrickStar (arXiv:2108.05818) evicts the chunk whose next use is farthest, after an iteration that records the uses. The
-table of a pipeline says them before the first step. Pure Python.
+PatrickStar (arXiv:2108.05818) evicts the chunk whose next use is farthest, after an iteration that records the uses.
+The table of a pipeline says them before the first step. Pure Python.
 """
 
 import heapq
@@ -108,9 +108,7 @@ def replay(
     return Moves(to_device, to_host, evictions, fetches)
 
 
-def _next_uses(
-    whole: Sequence[tuple[Hashable, str]], period: int | None
-) -> list[float]:
+def _next_uses(whole: Sequence[tuple[Hashable, str]], period: int | None) -> list[float]:
     """For each access the position of the next one to its block; infinite if there is none.
 
     Args:
@@ -129,27 +127,19 @@ def _next_uses(
     return found
 
 
-def _check(
-    trace: Sequence, sizes: Mapping, capacity: int, policy: str, rounds: int
-) -> None:
+def _check(trace: Sequence, sizes: Mapping, capacity: int, policy: str, rounds: int) -> None:
     if policy not in POLICIES:
-        raise ValueError(
-            f"`policy` must be one of {', '.join(map(repr, POLICIES))}, got {shown(policy)}."
-        )
+        raise ValueError(f"`policy` must be one of {', '.join(map(repr, POLICIES))}, got {shown(policy)}.")
     if not hasattr(rounds, "__index__") or rounds < 1:
         raise ValueError(f"`rounds` must be at least 1, got {shown(rounds)}.")
     for block, kind in trace:
         if kind not in ("read", "write"):
-            raise ValueError(
-                f'an access is "read" or "write", got {shown(kind)} of {block}.'
-            )
+            raise ValueError(f'an access is "read" or "write", got {shown(kind)} of {block}.')
         if block not in sizes:
             raise ValueError(f"`sizes` has no entry for {block!r}. Add its bytes.")
     needed = max((sizes[block] for block, _ in trace), default=0)
     if needed > capacity:
-        raise ValueError(
-            f"`capacity` must be at least {needed} bytes, the largest block, got {shown(capacity)}."
-        )
+        raise ValueError(f"`capacity` must be at least {needed} bytes, the largest block, got {shown(capacity)}.")
 
 
 def accesses_of(
@@ -179,10 +169,5 @@ def accesses_of(
     for block in timeline.blocks:
         if block.use in uses and block.num_bytes and block.accesses:
             sizes[block.name] = max(sizes.get(block.name, 0), block.num_bytes)
-            found += [
-                (a.time % timeline.period, a.kind == "write", block.name)
-                for a in block.accesses
-            ]
-    return [
-        (name, "write" if write else "read") for _, write, name in sorted(set(found))
-    ], sizes
+            found += [(a.time % timeline.period, a.kind == "write", block.name) for a in block.accesses]
+    return [(name, "write" if write else "read") for _, write, name in sorted(set(found))], sizes

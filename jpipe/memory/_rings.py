@@ -73,15 +73,11 @@ def _stashes(builder: Builder, ring: str) -> list[Block]:
     blocks = []
     for c in builder.columns:
         s = int(schedule.stage[c])
-        parts: list[tuple[int | None, Any]] = [
-            (layer, getattr(run, ring)) for layer, run, _ in stages.layer_runs(s)
-        ]
+        parts: list[tuple[int | None, Any]] = [(layer, getattr(run, ring)) for layer, run, _ in stages.layer_runs(s)]
         program = stages.programs[stages.program_of_stage[s]]
         if ring == "input_stash" and s == stages.num_stages - 1:
             parts.append((None, program.loss_stash))
-        for m, (layer, places) in itertools.product(
-            range(schedule.num_microbatches), parts
-        ):
+        for m, (layer, places) in itertools.product(range(schedule.num_microbatches), parts):
             if forward[m, c] == IDLE:
                 continue
             size = builder.layout.leaf_bytes(places, pack.arrays)
@@ -93,12 +89,8 @@ def _stashes(builder: Builder, ring: str) -> list[Block]:
             if ring == "split_residuals":
                 written = read
             elif recompute:
-                begin, end = (
-                    builder.at("backward", c, backward[m, c], f) for f in (0.0, 1.0)
-                )
-                written = begin + _AGAIN * _fraction(
-                    builder, c, forward[m, c], layer
-                ) * (end - begin)
+                begin, end = (builder.at("backward", c, backward[m, c], f) for f in (0.0, 1.0))
+                written = begin + _AGAIN * _fraction(builder, c, forward[m, c], layer) * (end - begin)
                 read = begin + _AGAIN * (end - begin) + (1 - _AGAIN) * (read - begin)
                 written, read = (
                     builder.clock.rounded(written),
@@ -144,9 +136,7 @@ def _staged(builder: Builder, ring: str, num_bytes: int) -> list[Block]:
         first, last = (builder.clock.at(t, "move") for t in (tick, tick + 1))
         name = f"{STASH_WORDS[ring]} of tick {tick}, on its way to the host"
         accesses = [(first, "write"), (last, "read")]
-        blocks.append(
-            builder.block(name, STASH_WORDS[ring], num_bytes, first, last, accesses)
-        )
+        blocks.append(builder.block(name, STASH_WORDS[ring], num_bytes, first, last, accesses))
     return blocks
 
 
@@ -175,9 +165,7 @@ def _messages(builder: Builder) -> Iterator[tuple[Any, int, int, int, int, int]]
     schedule = builder.schedule
     columns = schedule.column_of_microbatch
     for route, _ in builder.engine.routes:
-        for (source, target), m in itertools.product(
-            route.target.items(), range(schedule.num_microbatches)
-        ):
+        for (source, target), m in itertools.product(route.target.items(), range(schedule.num_microbatches)):
             yield (
                 route,
                 source,
@@ -190,11 +178,7 @@ def _messages(builder: Builder) -> Iterator[tuple[Any, int, int, int, int, int]]
 
 def _sent_tick(builder: Builder, route: Any, m: int, column: int) -> int:
     schedule = builder.schedule
-    ticks = (
-        schedule.forward_ticks()
-        if route.operation == "forward"
-        else schedule.backward_ticks()
-    )
+    ticks = schedule.forward_ticks() if route.operation == "forward" else schedule.backward_ticks()
     return int(ticks[m, column])
 
 
@@ -222,20 +206,14 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
         if route.operation == "backward":
             read = builder.at("backward", column, backward, 1.0)
             accesses = [(arrived, "write"), (read, "read")]
-            listed.append(
-                builder.block(
-                    words, "message", size, arrived, read, accesses, stage=target
-                )
-            )
+            listed.append(builder.block(words, "message", size, arrived, read, accesses, stage=target))
             continue
         read = builder.at("forward", column, forward, 1.0)
         accesses = [
             (arrived, "write"),
             (builder.at("forward", column, forward, 0.5), "read"),
         ]
-        listed.append(
-            builder.block(words, "message", size, arrived, read, accesses, stage=target)
-        )
+        listed.append(builder.block(words, "message", size, arrived, read, accesses, stage=target))
         if builder.engine.numbers.runs_forward_again or route.kept:
             # The backward begins with the same input.
             again = builder.at("backward", column, backward, _AGAIN)
@@ -270,26 +248,18 @@ def _on_their_way(
             lane = builder.lanes[route.operation, sender, tick % T]
             number = lowered.outgoing.index((route.inbox, lane))
             written = builder.at(route.operation, sender, tick, 0.9)
-            moved = (
-                clock.at(tick + 1, "receive", 0.5)
-                if late
-                else clock.at(tick, "move", 0.5)
-            )
+            moved = clock.at(tick + 1, "receive", 0.5) if late else clock.at(tick, "move", 0.5)
             accesses = [(written, "write"), (moved, "read")]
             name = f"{words}, sent"
             sent.setdefault(number, []).append(
-                builder.block(
-                    name, "message", size, written, moved, accesses, stage=source
-                )
+                builder.block(name, "message", size, written, moved, accesses, stage=source)
             )
         if column in builder.columns and not late:
             moved, read = clock.at(tick, "move", 0.5), _arrival(builder, route, tick)
             accesses = [(moved, "write"), (read, "read")]
             name = f"{words}, received"
             received.setdefault(channel, []).append(
-                builder.block(
-                    name, "message", size, moved, read, accesses, stage=target
-                )
+                builder.block(name, "message", size, moved, read, accesses, stage=target)
             )
     return sent, received
 
@@ -322,15 +292,15 @@ def _handed(
     first: tuple[str, float],
     last: tuple[str, float],
 ) -> Allocations:
-    """What operations of all devices hand to a stage, or get from it, in some ticks: from and until a fraction of operations."""
+    """What operations of all devices hand to a stage, or get from it, in some ticks: from and until a fraction of
+    operations.
+    """
     clock, words = builder.clock, name.replace("_", " ")
     size, blocks = builder.num_bytes(shapes), []
     for t in ticks:
         start, stop = clock.at(t, *first), clock.at(t, *last)
         accesses = [(start, "write"), (stop, "read")]
-        blocks.append(
-            builder.block(f"{words}, tick {t}", "message", size, start, stop, accesses)
-        )
+        blocks.append(builder.block(f"{words}, tick {t}", "message", size, start, stop, accesses))
     yield words, size, blocks
 
 
@@ -351,9 +321,7 @@ def _embedded_gradient(builder: Builder, shapes: list) -> Allocations:
 
 def _head_input(builder: Builder, shapes: list) -> Allocations:
     ticks = _ticks(builder, "head")
-    return _handed(
-        "head_input", builder, shapes, ticks, ("forward", 0.9), ("head", 0.9)
-    )
+    return _handed("head_input", builder, shapes, ticks, ("forward", 0.9), ("head", 0.9))
 
 
 def _head_gradients(builder: Builder, shapes: list) -> Allocations:
@@ -370,11 +338,7 @@ def _head_gradients(builder: Builder, shapes: list) -> Allocations:
             stop = builder.at("backward", c, int(backward[m, c]), 0.5)
             accesses = [(start, "write"), (stop, "read")]
             words = f"gradient of the head, microbatch {m}"
-            blocks.append(
-                builder.block(
-                    words, "message", num_bytes // slots, start, stop, accesses
-                )
-            )
+            blocks.append(builder.block(words, "message", num_bytes // slots, start, stop, accesses))
     yield "gradients of the head", num_bytes, blocks
 
 

@@ -18,8 +18,8 @@ _SMALL = 1 / 1000
 def temporaries(compiled: Any, builder: Builder, num_bytes: int) -> list[Block]:
     """The temporaries of a step on a device.
 
-    A branch for an operation runs in the ticks in which the device runs the operation. Without a buffer assignment there
-    is one block of all bytes.
+    A branch for an operation runs in the ticks in which the device runs the operation. Without a buffer assignment
+    there is one block of all bytes.
     """
     program = program_of(compiled)
     if program is None:
@@ -60,11 +60,7 @@ def _scopes(program: Program) -> dict[int, tuple[str, set[int], int, int, int]]:
 def _tick_loop(program: Program, scopes: dict) -> tuple[int, int]:
     """The positions where the body of the loop over ticks begins and ends."""
     for number in scopes:
-        calls = [
-            c
-            for c in program.enclosing(program.position[number])
-            if c.opcode == "while"
-        ]
+        calls = [c for c in program.enclosing(program.position[number]) if c.opcode == "while"]
         if calls:
             spans = [program.span_of[c] for c in calls[0].called]
             return min(a for a, _ in spans), program.position[calls[0].id] + 1
@@ -110,9 +106,7 @@ def _blocks(
             operation, stages, lane, *_ = inside[0]
             words += f", {operation.replace('_', ' ')}"
             if operation != "update":
-                stage = int(
-                    builder.lowered.operations[operation].stage[t, builder.device, lane]
-                )
+                stage = int(builder.lowered.operations[operation].stage[t, builder.device, lane])
                 words += f" of stage {stage}"
         xs, ys = [loop[0]], [clock.at(t, "receive", 0.0)]
         for operation, _, lane, begin, end in running:
@@ -121,10 +115,7 @@ def _blocks(
         xs.append(loop[1])
         ys.append(clock.at(t, "move", 1.0))
         at = [value.start, value.end, *value.writes, *value.reads]
-        start, stop, *times = (
-            clock.rounded(x)
-            for x in np.interp(at, xs, np.maximum.accumulate(ys)).tolist()
-        )
+        start, stop, *times = (clock.rounded(x) for x in np.interp(at, xs, np.maximum.accumulate(ys)).tolist())
         if start == stop:
             continue
         kinds = ["write"] * len(value.writes) + ["read"] * len(value.reads)
@@ -152,9 +143,7 @@ def _running(t: int, scopes: dict, builder: Builder) -> list[tuple]:
         if operation == "update":
             runs = bool((table[t] >= 0).any())  # all devices enter an update together
         else:
-            runs = (
-                lane < table.shape[2] and int(table[t, builder.device, lane]) in stages
-            )
+            runs = lane < table.shape[2] and int(table[t, builder.device, lane]) in stages
         if runs:
             found.append(scope)
     return sorted(found, key=lambda s: s[3])

@@ -1,7 +1,7 @@
 """Blocks of memory over the time of a step: what lives when, what reads it, and what could leave meanwhile.
 
-After "Pinpointing the memory behaviors of DNN training" (arXiv:2104.00258), which records every block of an allocator at
-run time. Here the blocks come from a table and a compiled program, so nothing has to run.
+After "Pinpointing the memory behaviors of DNN training" (arXiv:2104.00258), which records every block of an allocator
+at run time. Here the blocks come from a table and a compiled program, so nothing has to run.
 """
 
 import csv
@@ -42,13 +42,12 @@ class Timeline:
         if not self.period > 0:
             raise ValueError(f"`period` must be above 0, got {shown(self.period)}.")
         if self.unit not in UNITS:
-            raise ValueError(
-                f"`unit` must be one of {', '.join(map(repr, UNITS))}, got {self.unit!r}."
-            )
+            raise ValueError(f"`unit` must be one of {', '.join(map(repr, UNITS))}, got {self.unit!r}.")
         for block in self.blocks:
             if block.allocated >= self.period and block.num_bytes:
                 raise ValueError(
-                    f"{block.name}: a block is allocated within the step, before {self.period}, got {shown(block.allocated)}."
+                    f"{block.name}: a block is allocated within the step, before {self.period}, got "
+                    f"{shown(block.allocated)}."
                 )
 
     # -- Bytes over time
@@ -61,12 +60,7 @@ class Timeline:
                 0.0,
                 *(t for block in self.blocks for t in spans(block, self.period)[:, 0]),
             ]
-            + [
-                t
-                for b in self.blocks
-                for t in spans(b, self.period)[:, 1]
-                if t < self.period
-            ]
+            + [t for b in self.blocks for t in spans(b, self.period)[:, 1] if t < self.period]
         )
 
     def by_use(self) -> dict[str, np.ndarray]:
@@ -83,9 +77,7 @@ class Timeline:
     @property
     def total(self) -> np.ndarray:
         """Allocated bytes from each of `moments` to the next one."""
-        return np.sum(
-            [*self.by_use().values(), np.zeros(len(self.moments), int)], axis=0
-        )
+        return np.sum([*self.by_use().values(), np.zeros(len(self.moments), int)], axis=0)
 
     @property
     def used(self) -> np.ndarray:
@@ -110,12 +102,7 @@ class Timeline:
     def at(self, time: float) -> list[Block]:
         """The blocks that live at a time, the largest first."""
         time = time % self.period
-        found = [
-            block
-            for block in self.blocks
-            for start, stop in spans(block, self.period)
-            if start <= time < stop
-        ]
+        found = [block for block in self.blocks for start, stop in spans(block, self.period) if start <= time < stop]
         return sorted(found, key=lambda block: -block.num_bytes)
 
     # -- Accesses
@@ -137,17 +124,12 @@ class Timeline:
             lives = sum(block.freed - block.allocated for block in blocks)
             if lives >= self.period:
                 times.append(max(times[0] + self.period, times[-1]))
-            found += [
-                Interval(name, blocks[0].use, size, a, b - a)
-                for a, b in itertools.pairwise(times)
-                if b > a
-            ]
+            found += [Interval(name, blocks[0].use, size, a, b - a) for a, b in itertools.pairwise(times) if b > a]
         return found
 
-    def swap_candidates(
-        self, to_host: float, to_device: float | None = None
-    ) -> list[Interval]:
-        """The intervals in which an array can go to the host and come back: length >= bytes / to_host + bytes / to_device.
+    def swap_candidates(self, to_host: float, to_device: float | None = None) -> list[Interval]:
+        """The intervals in which an array can go to the host and come back: length >= bytes / to_host + bytes /
+        to_device.
 
         Args:
           to_host: bytes per second to the host.
@@ -167,14 +149,11 @@ class Timeline:
         to_device = to_host if to_device is None else to_device
         for name, rate in (("to_host", to_host), ("to_device", to_device)):
             if not rate > 0:
-                raise ValueError(
-                    f"`{name}` must be above 0 bytes per second, got {shown(rate)}."
-                )
+                raise ValueError(f"`{name}` must be above 0 bytes per second, got {shown(rate)}.")
         found = [
             interval
             for interval in self.intervals()
-            if interval.length
-            >= interval.num_bytes / to_host + interval.num_bytes / to_device
+            if interval.length >= interval.num_bytes / to_host + interval.num_bytes / to_device
         ]
         return sorted(found, key=lambda i: -i.num_bytes * i.length)
 
@@ -192,7 +171,8 @@ class Timeline:
         by_use, now = self.by_use(), int(self.used.argmax())
         lines = [self.title] if self.title else []
         lines += [
-            f"{size_text(self.peak)} allocated, at most {size_text(self.peak_used)} of it in use, at {_time(self.peak_time)} of "
+            f"{size_text(self.peak)} allocated, at most {size_text(self.peak_used)} of it in use, at "
+            f"{_time(self.peak_time)} of "
             f"{_time(self.period)} {self.unit}",
             "",
             f"{'use':16}{'then':>12}{'least':>12}{'most':>12}",
@@ -287,7 +267,8 @@ class Timeline:
 
         Args:
           path: a file whose suffix Matplotlib knows, such as .svg or .png.
-          panels: some of "bytes" (by use, over time), "blocks" (a Gantt chart) and "intervals" (between accesses); `()`: all.
+          panels: some of "bytes" (by use, over time), "blocks" (a Gantt chart) and "intervals" (between accesses);
+            `()`: all.
 
         Raises:
           ValueError: if a panel is unknown.
@@ -337,9 +318,7 @@ def idle_blocks(
             bottom, top, start = open_.pop()
             cut = max(bottom, int(free))
             words = f"{name}: free"
-            found.append(
-                Block(words, "idle", top - cut, start, float(time), (), device=device)
-            )
+            found.append(Block(words, "idle", top - cut, start, float(time), (), device=device))
             if cut > bottom:
                 open_.append((bottom, cut, start))
             height = cut

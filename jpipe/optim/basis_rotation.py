@@ -19,7 +19,8 @@ Sides = Literal["both", "smaller"]
 
 
 class Basis(NamedTuple):
-    """Moments and eigenvectors of a weight, seen as a matrix `[m, n]`; at least float32, None for a side that is not rotated.
+    """Moments and eigenvectors of a weight, seen as a matrix `[m, n]`; at least float32, None for a side that is not
+    rotated.
 
     Attributes:
       left, right: `[m, m]` and `[n, n]`, orthogonal; the columns are the basis.
@@ -106,18 +107,12 @@ def scale_by_basis_rotation(
     """
     for name, decay in (("b1", b1), ("b2", b2)):
         if is_wrong(decay, lambda b: 0 <= b < 1):
-            raise ValueError(
-                f"`{name}` must be at least 0 and below 1, got {shown(decay)}."
-            )
+            raise ValueError(f"`{name}` must be at least 0 and below 1, got {shown(decay)}.")
     if is_wrong(frequency, lambda f: f >= 1 and f == f // 1):
-        raise ValueError(
-            f"`frequency` must be a whole number of updates, at least 1, got {shown(frequency)}."
-        )
+        raise ValueError(f"`frequency` must be a whole number of updates, at least 1, got {shown(frequency)}.")
     for name, value, known in (("source", source, Source), ("sides", sides, Sides)):
         if value not in get_args(known):
-            raise ValueError(
-                f"`{name}` must be one of {', '.join(map(repr, get_args(known)))}, got {shown(value)}."
-            )
+            raise ValueError(f"`{name}` must be one of {', '.join(map(repr, get_args(known)))}, got {shown(value)}.")
     if max_size is not None and is_wrong(max_size, lambda size: size >= 1):
         raise ValueError(f"`max_size` must be at least 1, got {shown(max_size)}.")
 
@@ -156,17 +151,13 @@ def scale_by_basis_rotation(
         leaves, tree = jax.tree.flatten(updates)
         others = [tree.flatten_up_to(a) for a in (state.mu, state.nu, state.basis)]
         results = [update_leaf(*values) for values in zip(leaves, *others, strict=True)]
-        scaled, mu, nu, basis = (
-            tree.unflatten([result[i] for result in results]) for i in range(4)
-        )
+        scaled, mu, nu, basis = (tree.unflatten([result[i] for result in results]) for i in range(4))
         return scaled, ScaleByBasisRotationState(count, mu, nu, basis)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rotated_sides(
-    weight: Any, sides: Sides, max_size: int | None
-) -> tuple[int | None, int | None]:
+def _rotated_sides(weight: Any, sides: Sides, max_size: int | None) -> tuple[int | None, int | None]:
     """The sizes of the sides of a weight that are rotated, each None if it is not."""
     if np.ndim(weight) < 2:
         return None, None
@@ -197,13 +188,10 @@ def _next_basis(
 ) -> Basis:
     """The basis after the gradient's covariances, and with a step of the power iteration if it changes."""
     vectors, moments = [], []
-    for side, (vector, moment) in enumerate(
-        ((basis.left, basis.left_moment), (basis.right, basis.right_moment))
-    ):
+    for side, (vector, moment) in enumerate(((basis.left, basis.left_moment), (basis.right, basis.right_moment))):
         if vector is not None:
             gradient_side, momentum_side = (
-                (a if side == 0 else a.T).astype(vector.dtype)
-                for a in (gradient, momentum)
+                (a if side == 0 else a.T).astype(vector.dtype) for a in (gradient, momentum)
             )
             if moment is None:
                 covariance = momentum_side @ momentum_side.T

@@ -48,9 +48,7 @@ def clip_by_global_norm(
       Pascanu et al., ICML 2013, arXiv:1211.5063, algorithm 1.
     """
     if not max_norm > 0:
-        raise ValueError(
-            f"`max_norm` must be above 0, got {shown(max_norm)}: it is the largest norm allowed."
-        )
+        raise ValueError(f"`max_norm` must be above 0, got {shown(max_norm)}: it is the largest norm allowed.")
 
     def update(updates, state, params=None, *, global_norm=None, **extra_args):
         del params, extra_args
@@ -58,6 +56,4 @@ def clip_by_global_norm(
         scale = max_norm / jnp.maximum(norm, max_norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: ClipByGlobalNormState(), update
-    )
+    return optax.GradientTransformationExtraArgs(lambda params: ClipByGlobalNormState(), update)

@@ -75,13 +75,10 @@ def compensate_delay(
       arXiv:1609.08326, DC-ASGD-a and, with `decay=None`, DC-ASGD-c.
     """
     if is_wrong(strength, lambda s: 0 <= s < jnp.inf):
-        raise ValueError(
-            f"`strength` must be at least 0, got {shown(strength)}: it multiplies the squared gradient."
-        )
+        raise ValueError(f"`strength` must be at least 0, got {shown(strength)}: it multiplies the squared gradient.")
     if decay is not None and is_wrong(decay, lambda m: 0 <= m < 1):
         raise ValueError(
-            f"`decay` must be at least 0 and below 1, got {shown(decay)}. Pass None for a constant "
-            "strength."
+            f"`decay` must be at least 0 and below 1, got {shown(decay)}. Pass None for a constant strength."
         )
     if is_wrong(eps, lambda e: e > 0):
         raise ValueError(f"`eps` must be above 0, got {shown(eps)}.")
@@ -101,9 +98,7 @@ def compensate_delay(
         mean_square = state.mean_square
         factor = jax.tree.map(lambda g: strength, updates)
         if decay is not None:
-            mean_square = jax.tree.map(
-                lambda s, g: decay * s + (1 - decay) * g**2, mean_square, updates
-            )
+            mean_square = jax.tree.map(lambda s, g: decay * s + (1 - decay) * g**2, mean_square, updates)
             factor = jax.tree.map(lambda s: strength / jnp.sqrt(s + eps), mean_square)
             mean_square = optax.tree.cast_like(mean_square, state.mean_square)
         # Optax's masks leave extra arguments as they are, so weights are found by path.

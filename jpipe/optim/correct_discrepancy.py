@@ -84,8 +84,7 @@ def correct_discrepancy(
     """
     if decay is not None and is_wrong(decay, lambda d: 0 < d < 1):
         raise ValueError(
-            f"`decay` must be between 0 and 1, both excluded, got {shown(decay)}. Pass None for the "
-            "theory's."
+            f"`decay` must be between 0 and 1, both excluded, got {shown(decay)}. Pass None for the theory's."
         )
     check_delay(delay)
 
@@ -118,9 +117,7 @@ def correct_discrepancy(
 
 @suggests
 @reads_state(CorrectDiscrepancyState)
-def corrected_params(
-    params: chex.ArrayTree, optimizer_state: chex.ArrayTree, delay: NumericTree
-) -> chex.ArrayTree:
+def corrected_params(params: chex.ArrayTree, optimizer_state: chex.ArrayTree, delay: NumericTree) -> chex.ArrayTree:
     """Estimates the weights of `delay` updates ago: `params - delay * velocity`.
 
     It is the hook for the backward of a pipeline that keeps one weight version:
@@ -142,9 +139,7 @@ def corrected_params(
         is negative.
     """
     check_delay(delay)
-    states = find_states(
-        optimizer_state, CorrectDiscrepancyState, "correct_discrepancy"
-    )
+    states = find_states(optimizer_state, CorrectDiscrepancyState, "correct_discrepancy")
     distance = jax.tree.map(jnp.negative, as_float(delay))
     return move(params, [state.velocity for state in states], distance)
 

@@ -137,9 +137,7 @@ the optimizer's chain, or leave `backward_params` out.
     """
     named = {"forward": forward, "backward": backward}
     hooks = {name: hook for name, hook in named.items() if hook is not None}
-    present: list[Any] = list(
-        dict.fromkeys(type(s) for s in declared_states(optimizer_state))
-    )
+    present: list[Any] = list(dict.fromkeys(type(s) for s in declared_states(optimizer_state)))
     read: dict[str, Any] = {name: _state_read(hook) for name, hook in hooks.items()}
     for name, state_type in read.items():
         if state_type is not None and state_type not in present:

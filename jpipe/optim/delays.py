@@ -11,9 +11,7 @@ import optax
 
 from jpipe._util.foreign import shown
 
-NumericTree: TypeAlias = (
-    chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "NumericTree"]
-)
+NumericTree: TypeAlias = chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "NumericTree"]
 """One number, or a tree with a number for every weight or for a whole branch."""
 
 
@@ -26,14 +24,9 @@ def check_delay(delay: Any, name: str = "delay") -> None:
     """Raises ValueError unless `delay` is a number of at least 0, or a tree of them."""
     for path, number in jax.tree.leaves_with_path(delay):
         is_number = isinstance(number, (int, float, np.number, np.ndarray, jax.Array))
-        if (
-            not is_number
-            or np.ndim(number)
-            or is_wrong(number, lambda n: 0 <= n < np.inf)
-        ):
+        if not is_number or np.ndim(number) or is_wrong(number, lambda n: 0 <= n < np.inf):
             raise ValueError(
-                f"`{name}{jax.tree_util.keystr(path)}` must be a number of updates, at "
-                f"least 0, got {shown(number)}."
+                f"`{name}{jax.tree_util.keystr(path)}` must be a number of updates, at least 0, got {shown(number)}."
             )
 
 
@@ -126,9 +119,7 @@ def move(params: Any, directions: list, distance: Any) -> Any:
       ValueError: if a weight has two directions, or a direction has no weight.
     """
     remaining: dict = {}
-    for path, direction in (
-        pair for tree in directions for pair in jax.tree.leaves_with_path(tree)
-    ):
+    for path, direction in (pair for tree in directions for pair in jax.tree.leaves_with_path(tree)):
         if path in remaining:
             raise ValueError(
                 f"`optimizer_state` has params{jax.tree_util.keystr(path)} in two transforms "
@@ -145,7 +136,6 @@ def move(params: Any, directions: list, distance: Any) -> Any:
     after = jax.tree.map_with_path(moved, params)
     if remaining:
         raise ValueError(
-            "`optimizer_state` is not of these `params`, which have no "
-            f"{jax.tree_util.keystr(next(iter(remaining)))}."
+            f"`optimizer_state` is not of these `params`, which have no {jax.tree_util.keystr(next(iter(remaining)))}."
         )
     return optax.tree.cast_like(after, params)

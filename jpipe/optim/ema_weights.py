@@ -75,9 +75,7 @@ def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
     def update(updates, state, params=None, **extra_args):
         del extra_args
         if params is None:
-            raise ValueError(
-                "`ema_weights` averages weights: call `update(gradients, state, params)`."
-            )
+            raise ValueError("`ema_weights` averages weights: call `update(gradients, state, params)`.")
         weights = optax.apply_updates(params, updates)
         average = jax.tree.map(
             lambda a, w: (decay * a + (1 - decay) * w.astype(a.dtype)).astype(a.dtype),
@@ -91,9 +89,7 @@ def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
 
 
 @suggests
-def averaged_params(
-    params: chex.ArrayTree, optimizer_state: chex.ArrayTree
-) -> chex.ArrayTree:
+def averaged_params(params: chex.ArrayTree, optimizer_state: chex.ArrayTree) -> chex.ArrayTree:
     """The average that `ema_weights` keeps.
 
     `pipe.with_params(state, averaged_params)` is the state of a pipeline with these
@@ -115,8 +111,7 @@ def averaged_params(
         for path, average in jax.tree.leaves_with_path(state.average):
             if path in averages:
                 raise ValueError(
-                    f"`optimizer_state` has params{jax.tree_util.keystr(path)} in two "
-                    "`ema_weights`. Keep one."
+                    f"`optimizer_state` has params{jax.tree_util.keystr(path)} in two `ema_weights`. Keep one."
                 )
             averages[path] = average, state.total
 
@@ -130,7 +125,6 @@ def averaged_params(
     means = jax.tree.map_with_path(averaged, params)
     if averages:
         raise ValueError(
-            "`optimizer_state` is not of these `params`, which have no "
-            f"{jax.tree_util.keystr(next(iter(averages)))}."
+            f"`optimizer_state` is not of these `params`, which have no {jax.tree_util.keystr(next(iter(averages)))}."
         )
     return means

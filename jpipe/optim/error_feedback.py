@@ -93,16 +93,12 @@ def error_feedback(
     check_delay(delay)
 
     def init(params):
-        return ErrorFeedbackState(
-            jnp.zeros([], jnp.int32), optax.tree.zeros_like(params)
-        )
+        return ErrorFeedbackState(jnp.zeros([], jnp.int32), optax.tree.zeros_like(params))
 
     def update(updates, state, params=None, **extra_args):
         del params
         tau = as_float(delay_of(delay, extra_args, "error_feedback"))
-        part = jax.tree.map(
-            lambda t: jnp.where(state.count > 0, strength * jnp.minimum(t, 1), 0), tau
-        )
+        part = jax.tree.map(lambda t: jnp.where(state.count > 0, strength * jnp.minimum(t, 1), 0), tau)
         corrected = jax.tree.map(
             lambda u, last, c: u + c * (u - last),
             updates,

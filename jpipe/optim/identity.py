@@ -1,8 +1,8 @@
 """Tells optimizers apart whose states have the same names and shapes.
 
-Adam, NAdam, RAdam, Yogi and AdaBelief all keep "count", "mu" and "nu". What these numbers mean follows from the transforms that
-keep them, and from switches of these transforms such as `nesterov`. Learning rates, decays and other numbers may change in the
-middle of a training, and so may transforms that keep nothing.
+Adam, NAdam, RAdam, Yogi and AdaBelief all keep "count", "mu" and "nu". What these numbers mean follows from the
+transforms that keep them, and from switches of these transforms such as `nesterov`. Learning rates, decays and other
+numbers may change in the middle of a training, and so may transforms that keep nothing.
 
 Optax makes a transform by a function, here `scale_by_adam`, whose inner functions see its arguments:
 
@@ -11,7 +11,8 @@ Optax makes a transform by a function, here `scale_by_adam`, whose inner functio
         def update_fn(updates, state, params): ...
         return GradientTransformation(init_fn, update_fn)
 
-So the transforms are the makers of the functions that `init` and `update` can reach. A transform that hides them is not seen.
+So the transforms are the makers of the functions that `init` and `update` can reach. A transform that hides them is not
+seen.
 """
 
 import functools
@@ -157,6 +158,4 @@ def _flags(name: str, value: Any) -> Iterator[tuple[str, bool]]:
     if isinstance(value, bool):
         yield name, value
     elif isinstance(value, Mapping):
-        yield from (
-            (n, v) for n, v in value.items() if isinstance(v, bool) and type(n) is str
-        )
+        yield from ((n, v) for n, v in value.items() if isinstance(v, bool) and type(n) is str)

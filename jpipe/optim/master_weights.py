@@ -69,12 +69,8 @@ def master_weights(
         **extra: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
-            raise ValueError(
-                "`master_weights` needs the weights: call `update(gradients, state, params)`."
-            )
-        steps, inner = optimizer.update(
-            as_float32(updates), state.inner, state.weights, **extra
-        )
+            raise ValueError("`master_weights` needs the weights: call `update(gradients, state, params)`.")
+        steps, inner = optimizer.update(as_float32(updates), state.inner, state.weights, **extra)
         weights = optax.apply_updates(state.weights, steps)
 
         def change(weight: jax.Array, param: jax.Array) -> jax.Array:

@@ -76,19 +76,13 @@ def scale_by_nadam(
     """
     for name, decay in (("b1", b1), ("b2", b2)):
         if is_wrong(decay, lambda b: 0 <= b < 1):
-            raise ValueError(
-                f"`{name}` must be at least 0 and below 1, got {shown(decay)}."
-            )
+            raise ValueError(f"`{name}` must be at least 0 and below 1, got {shown(decay)}.")
     if is_wrong(momentum_decay, lambda psi: psi >= 0):
-        raise ValueError(
-            f"`momentum_decay` must be at least 0, got {shown(momentum_decay)}."
-        )
+        raise ValueError(f"`momentum_decay` must be at least 0, got {shown(momentum_decay)}.")
 
     def init(params):
         zeros = optax.tree.zeros_like(params)
-        return ScaleByNadamState(
-            jnp.zeros([], jnp.int32), jnp.ones([], float), zeros, zeros
-        )
+        return ScaleByNadamState(jnp.zeros([], jnp.int32), jnp.ones([], float), zeros, zeros)
 
     def momentum(t):
         return b1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))

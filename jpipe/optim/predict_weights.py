@@ -142,9 +142,7 @@ def predicted_params(
     return move(params, [state.movement for state in states], distance)
 
 
-def horizon_of(
-    delay: NumericTree, horizon: Callable | chex.Numeric | None
-) -> NumericTree:
+def horizon_of(delay: NumericTree, horizon: Callable | chex.Numeric | None) -> NumericTree:
     """The number of updates to look ahead: `horizon`, or the delay if that is None."""
     check_delay(delay)
     if horizon is None:

@@ -74,8 +74,7 @@ def spike_compensation(
     """
     if is_wrong(momentum, lambda m: 0 <= m < 1):
         raise ValueError(
-            f"`momentum` must be at least 0 and below 1, got {shown(momentum)}. With 0 it is SGD "
-            "without momentum."
+            f"`momentum` must be at least 0 and below 1, got {shown(momentum)}. With 0 it is SGD without momentum."
         )
     check_delay(delay)
 

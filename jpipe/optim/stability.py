@@ -1,4 +1,6 @@
-"""The largest learning rate at which late gradients are stable: lemma 1 of PipeMare, and the curvature that it needs."""
+"""The largest learning rate at which late gradients are stable: lemma 1 of PipeMare, and the curvature that it
+needs.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,9 +17,7 @@ from jpipe.optim.delays import check_delay
 
 
 @suggests
-def largest_stable_rate(
-    curvature: Any, delay: Any, momentum: float = 0.0, nesterov: bool = False
-) -> Any:
+def largest_stable_rate(curvature: Any, delay: Any, momentum: float = 0.0, nesterov: bool = False) -> Any:
     """The largest learning rate at which gradient descent with late gradients is stable.
 
         alpha = 2 / lambda * sin(pi / (4 tau + 2))
@@ -66,19 +66,16 @@ def largest_stable_rate(
     """
     if not (np.all(np.asarray(curvature) > 0) and np.all(np.isfinite(curvature))):
         raise ValueError(
-            f"`curvature` must be above 0, got {shown(curvature)}: where the loss does not curve upwards, no learning rate is "
+            f"`curvature` must be above 0, got {shown(curvature)}: where the loss does not curve upwards, no learning "
+            "rate is "
             "too large for lemma 1."
         )
     if not 0 <= momentum < 1:
-        raise ValueError(
-            f"`momentum` must be at least 0 and below 1, got {shown(momentum)}."
-        )
+        raise ValueError(f"`momentum` must be at least 0 and below 1, got {shown(momentum)}.")
     try:
         delays = np.asarray(delay, float)
     except (OverflowError, TypeError, ValueError):
-        raise ValueError(
-            f"`delay` must be a number of updates or an array of them, got {shown(delay)}."
-        ) from None
+        raise ValueError(f"`delay` must be a number of updates or an array of them, got {shown(delay)}.") from None
     for number in delays.ravel():
         check_delay(float(number))
         if number != int(number):
@@ -87,9 +84,7 @@ def largest_stable_rate(
                 "largest."
             )
     if momentum:
-        largest = {
-            tau: _bisected(int(tau), momentum, nesterov) for tau in {*delays.flat}
-        }
+        largest = {tau: _bisected(int(tau), momentum, nesterov) for tau in {*delays.flat}}
         scaled = np.vectorize(largest.get, otypes=[float])(delays)
     else:
         scaled = 2 * np.sin(math.pi / (4 * delays + 2))
@@ -159,7 +154,8 @@ def largest_curvature(
     """
     if max_iterations < 1:
         raise ValueError(
-            f"`max_iterations` must be at least 1, got {shown(max_iterations)}: each is a product of the Hessian with a vector."
+            f"`max_iterations` must be at least 1, got {shown(max_iterations)}: each is a product of the Hessian with "
+            "a vector."
         )
     leaves, tree = jax.tree.flatten(params)
     if not leaves:
@@ -183,10 +179,7 @@ def largest_curvature(
         return optax.tree.vdot(vector, hessian), _with_norm_1(shifted)
 
     keys = jax.random.split(key, len(leaves))
-    normal = [
-        jax.random.normal(k, a.shape, a.dtype)
-        for k, a in zip(keys, leaves, strict=True)
-    ]
+    normal = [jax.random.normal(k, a.shape, a.dtype) for k, a in zip(keys, leaves, strict=True)]
     start = _with_norm_1(tree.unflatten(normal))
 
     def iterate(shift: float) -> tuple[float, int]:

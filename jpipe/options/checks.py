@@ -42,10 +42,7 @@ def check_schedule(schedule: Any) -> Schedule:
 def check_loss(loss: Any) -> Callable:
     """The loss, if it can be called."""
     if not callable(loss):
-        raise ValueError(
-            "`loss` must be a function `(outputs, batch) -> scalar`, got "
-            f"{type(loss).__name__}."
-        )
+        raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
     return loss
 
 
@@ -53,8 +50,7 @@ def check_optimizer(optimizer: Any) -> Any:
     """The optimizer, if it is an Optax transformation."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
-            "`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got "
-            f"{type(optimizer).__name__}."
+            f"`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got {type(optimizer).__name__}."
         )
     return optimizer
 
@@ -77,10 +73,7 @@ def check_ties(ties: Any) -> list:
 
     def is_parameter(pair: Any) -> bool:
         return (
-            isinstance(pair, Sequence)
-            and len(pair) == 2
-            and hasattr(pair[0], "__index__")
-            and isinstance(pair[1], str)
+            isinstance(pair, Sequence) and len(pair) == 2 and hasattr(pair[0], "__index__") and isinstance(pair[1], str)
         )
 
     for tie in ties:
@@ -102,10 +95,7 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
         )
     sizes = dict(mesh.shape)
     if STAGE not in sizes:
-        raise ValueError(
-            f'`mesh` must have an axis "stage", got axes {sizes}. Make it with '
-            "`jpipe.make_mesh`."
-        )
+        raise ValueError(f'`mesh` must have an axis "stage", got axes {sizes}. Make it with `jpipe.make_mesh`.')
     if sizes[STAGE] != schedule.num_devices:
         raise ValueError(
             f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of '
@@ -138,24 +128,16 @@ def batch_size(batch: Any) -> int:
     """The number of rows of a minibatch, if it is a dict of arrays with one leading axis."""
     if not isinstance(batch, Mapping) or "inputs" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(
-            '`batch` must be a dict of arrays with an entry "inputs", which feeds layer '
-            f"0, got {got}."
-        )
+        raise ValueError(f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.')
     if not jax.tree.leaves(batch["inputs"]):
-        raise ValueError(
-            f'`batch["inputs"]` must hold an array, which feeds layer 0, got {shown(batch["inputs"])}.'
-        )
+        raise ValueError(f'`batch["inputs"]` must hold an array, which feeds layer 0, got {shown(batch["inputs"])}.')
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(dict(batch)):
         name = f"batch{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") or len(getattr(leaf, "shape", ())) == 0:
             is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)
             remedy = " Convert lists with `np.asarray`." if is_in_list else ""
-            raise ValueError(
-                f"`{name}` must be an array with a leading minibatch axis, got "
-                f"{shown(leaf)}.{remedy}"
-            )
+            raise ValueError(f"`{name}` must be an array with a leading minibatch axis, got {shown(leaf)}.{remedy}")
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
                 f"`{name}` must hold numbers or truths, got dtype {leaf.dtype}. Leave out "
@@ -163,10 +145,7 @@ def batch_size(batch: Any) -> int:
             )
         sizes[name] = leaf.shape[0]
     if len(set(sizes.values())) > 1:
-        raise ValueError(
-            "every entry of `batch` must have the same leading axis, the minibatch, got "
-            f"{sizes}."
-        )
+        raise ValueError(f"every entry of `batch` must have the same leading axis, the minibatch, got {sizes}.")
     return next(iter(sizes.values()))
 
 
@@ -188,8 +167,7 @@ def check_key(key: Any) -> None:
         if isinstance(key, jax.Array | np.ndarray):
             got = f"an array {key.dtype}{list(key.shape)}"
         raise ValueError(
-            "`key` must be a key as `jax.random.key(seed)` makes it, got "
-            f"{key if isinstance(key, int) else got}."
+            f"`key` must be a key as `jax.random.key(seed)` makes it, got {key if isinstance(key, int) else got}."
         )
 
 
@@ -214,15 +192,11 @@ def check_fit(what: str, values: Any, layers: Sequence, attribute: str) -> None:
     """
     if not isinstance(values, Sequence) or len(values) != len(layers):
         size = len(values) if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(
-            f"`{what}` must be a list with one entry per layer ({len(layers)}), got {size}."
-        )
+        raise ValueError(f"`{what}` must be a list with one entry per layer ({len(layers)}), got {size}.")
 
     def texts(tree: Any) -> dict[str, str]:
         return {
-            jax.tree_util.keystr(path): (
-                f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
-            )
+            jax.tree_util.keystr(path): (f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}")
             for path, leaf in jax.tree.leaves_with_path(tree)
         }
 
@@ -270,9 +244,7 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
 # -- What depends on how the layers are cut
 
 
-def check_stages(
-    stages: Stages, schedule: Schedule, recompute: Any, num_replicas: int
-) -> None:
+def check_stages(stages: Stages, schedule: Schedule, recompute: Any, num_replicas: int) -> None:
     """Refuses stages that the schedule, `recompute` or replicas cannot run."""
     for copies in stages.ties:
         on_stages = sorted({stages.stage_of(layer) for layer, _ in copies})
@@ -319,21 +291,25 @@ def _check_sequence(
     start = f"layer {i} ({layer.name}) moves its mutable state"
     if update.sequence and num_copies > 1:
         raise ValueError(
-            f"{start} {_paths(layer, update.sequence)} in every microbatch, and its stage has {num_copies} copies, which run "
+            f"{start} {_paths(layer, update.sequence)} in every microbatch, and its stage has {num_copies} copies, "
+            "which run "
             "microbatches side by side. Give this stage one copy. (Running statistics of batch norms may have copies.)"
         )
     if num_replicas == 1 or not update.varying:
         return
     if not schedule.synchronous:
         raise ValueError(
-            f"{start} {_paths(layer, update.varying)} in every microbatch by what it sees, and in the asynchronous schedule "
-            f"{schedule.name!r} the states of {num_replicas} replicas would differ while a minibatch is in flight. Use a "
+            f"{start} {_paths(layer, update.varying)} in every microbatch by what it sees, and in the asynchronous "
+            "schedule "
+            f"{schedule.name!r} the states of {num_replicas} replicas would differ while a minibatch is in flight. Use "
+            "a "
             "synchronous schedule, or one replica."
         )
     integer = [j for j in update.varying if not is_inexact(update.leaves[j])]
     if integer:
         raise ValueError(
-            f'{start} {_paths(layer, integer)} by what it sees, and {num_replicas} replicas along "data" see other rows. A '
+            f'{start} {_paths(layer, integer)} by what it sees, and {num_replicas} replicas along "data" see other '
+            "rows. A "
             "mean over replicas has no meaning for integers. Make it float32, change it by the state alone, such as "
             "`count + 1`, or use one replica."
         )

@@ -55,9 +55,7 @@ class Communication:
         messages = _check_compress_messages(compress_messages, mesh, schedule)
         gradients = _check_compress_gradients(compress_gradients, mesh, schedule, shard)
         exclude = {"compress_gradients": gradients, "shard_optimizer": shard}
-        accumulate = _check_accumulate_gradients(
-            accumulate_gradients, mesh, schedule, exclude
-        )
+        accumulate = _check_accumulate_gradients(accumulate_gradients, mesh, schedule, exclude)
         return cls(overlap, shard, messages, gradients, accumulate)
 
     @property
@@ -75,9 +73,7 @@ class Communication:
         }
         return {n: c for n, c in given.items() if c not in (None, NO_COMPRESSION)}
 
-    def sharing_replicas(
-        self, copies: Sequence[Sequence[int]], num_replicas: int
-    ) -> list[Replicas] | None:
+    def sharing_replicas(self, copies: Sequence[Sequence[int]], num_replicas: int) -> list[Replicas] | None:
         """For each stage the replicas that share its update; None if every replica updates all weights.
 
         Args:
@@ -99,7 +95,8 @@ def _check_replicas(argument: str, mesh: Mesh, schedule: Schedule) -> None:
     if mesh.shape.get(DATA, 1) > 1 or schedule.has_copies:
         return
     raise ValueError(
-        f"`{argument}` {exclusions.without_replicas(argument)} replica: the mesh has the axes {dict(mesh.shape)}. Give the mesh an "
+        f"`{argument}` {exclusions.without_replicas(argument)} replica: the mesh has the axes {dict(mesh.shape)}. Give "
+        "the mesh an "
         f'axis "data", for example by `jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, give the schedule '
         f"`replicas`, or leave `{argument}` out."
     )
@@ -128,24 +125,21 @@ def _check_overlap(overlap: Any, mesh: Mesh) -> bool:
 def _check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
     """`shard_optimizer`; there must be replicas that can share an update."""
     if shard not in (True, False):
-        raise ValueError(
-            f"`shard_optimizer` must be True or False, got {shown(shard)}."
-        )
+        raise ValueError(f"`shard_optimizer` must be True or False, got {shown(shard)}.")
     if shard:
         _check_replicas("shard_optimizer", mesh, schedule)
     return bool(shard)
 
 
-def _check_compress_messages(
-    compress: Any, mesh: Mesh, schedule: Schedule
-) -> MessageCompression:
+def _check_compress_messages(compress: Any, mesh: Mesh, schedule: Schedule) -> MessageCompression:
     """`compress_messages`; there must be several stages, whose messages are whole."""
     messages = message_compression(compress)
     if messages == NO_COMPRESSION:
         return messages
     if schedule.num_stages == 1:
         raise ValueError(
-            "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule with "
+            "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule "
+            "with "
             "more stages, or leave it out."
         )
     _check_whole("compress_messages", mesh)
@@ -188,8 +182,10 @@ def _check_accumulate_gradients(
         return None
     if not isinstance(compressor, StreamingPCA):
         raise ValueError(
-            "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of a "
-            f"layer and the gradients by its outputs, got {shown(compressor)}. For example `jpipe.compress.StreamingPCA(rank=4)`. "
+            "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of "
+            "a "
+            f"layer and the gradients by its outputs, got {shown(compressor)}. For example "
+            "`jpipe.compress.StreamingPCA(rank=4)`. "
             "Other compressors need the gradient: they are for `compress_gradients`."
         )
     for name, value in others.items():
@@ -200,7 +196,8 @@ def _check_accumulate_gradients(
             )
     if schedule.has_copies:
         raise ValueError(
-            "`accumulate_gradients` updates factors microbatch by microbatch, and the schedule has several copies of a stage, "
+            "`accumulate_gradients` updates factors microbatch by microbatch, and the schedule has several copies of a "
+            "stage, "
             'of which each sees some microbatches. Take a schedule without `replicas`, or replicas along "data".'
         )
     _check_whole("accumulate_gradients", mesh)

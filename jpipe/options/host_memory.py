@@ -47,7 +47,8 @@ def check_offload(
     kinds = memory_kinds(mesh.devices.flat[0])
     if HOST_MEMORY not in kinds:
         problem = (
-            f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} devices have "
+            f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} "
+            "devices have "
             f"only {', '.join(map(repr, kinds))}."
         )
         if offload.required:
@@ -58,7 +59,8 @@ def check_offload(
         return NO_OFFLOAD
     if offload.activations is not None and numbers.runs_forward_again:
         raise ValueError(
-            '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '
+            '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a '
+            "stage "
             "keeps only its inputs. Leave one of them out."
         )
     stays = {
@@ -68,7 +70,8 @@ def check_offload(
     for name, why in stays.items():
         if getattr(offload, name) and why:
             raise ValueError(
-                f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the optimizer's "
+                f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the "
+                "optimizer's "
                 "state alone."
             )
     return offload
@@ -83,9 +86,7 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
     if device_memory is None:
         return None
     if offload is not None:
-        raise ValueError(
-            f"{exclusions.chosen_and_given('offload')}. Leave one of them out."
-        )
+        raise ValueError(f"{exclusions.chosen_and_given('offload')}. Leave one of them out.")
     limit = device_memory
     if isinstance(limit, str):
         try:
@@ -102,7 +103,8 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
     if HOST_MEMORY not in kinds:
         raise ValueError(
             f"`device_memory` keeps what does not fit in memory of the kind {HOST_MEMORY!r}, and "
-            f"{mesh.devices.flat[0].platform} devices have only {', '.join(map(repr, kinds))}. Leave it out, and use more "
+            f"{mesh.devices.flat[0].platform} devices have only {', '.join(map(repr, kinds))}. Leave it out, and use "
+            "more "
             "stages or recompute."
         )
     return float(limit)

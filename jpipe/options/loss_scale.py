@@ -50,9 +50,7 @@ class LossScale:
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not above < value <= most:
                 owner = " of a loss scale" if name == "initial" else ""
-                raise ValueError(
-                    f"`{name}`{owner} must be {meaning}, got {shown(value)}."
-                )
+                raise ValueError(f"`{name}`{owner} must be {meaning}, got {shown(value)}.")
         if self.largest < self.initial:
             raise ValueError(
                 f"`largest` must be at least `initial` ({shown(self.initial)}), got {shown(self.largest)}."
@@ -72,9 +70,7 @@ class LossScale:
             "num_finite": np.zeros(1, np.int32),
         }
 
-    def after_update(
-        self, arrays: Mapping[str, jax.Array], finite: jax.Array
-    ) -> Mapping[str, jax.Array]:
+    def after_update(self, arrays: Mapping[str, jax.Array], finite: jax.Array) -> Mapping[str, jax.Array]:
         """The scale's arrays after an update.
 
         Args:

@@ -88,9 +88,7 @@ def check_recompute(recompute: Any) -> Any:
     """`recompute`, if it is a known name or a checkpoint policy."""
     policies = vars(jax.checkpoint_policies)
     policy_makers = [
-        name
-        for name, policy in policies.items()
-        if policy is recompute and name.startswith(("save_", "offload_"))
+        name for name, policy in policies.items() if policy is recompute and name.startswith(("save_", "offload_"))
     ]
     if recompute in ("none", "full") or (callable(recompute) and not policy_makers):
         return recompute
@@ -101,8 +99,7 @@ def check_recompute(recompute: Any) -> Any:
         name = recompute.rpartition(".")[2]
         remedy = did_you_mean(name, ["none", "full", *policies])
     raise ValueError(
-        '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
-        f"{shown(recompute)}.{remedy}"
+        f'`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got {shown(recompute)}.{remedy}'
     )
 
 
@@ -114,8 +111,7 @@ def floating_dtype(name: str, dtype: Any) -> np.dtype | None:
         checked = np.dtype(object)
     if checked is not None and not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(
-            f"`{name}` must be a floating-point dtype, such as `jnp.{_EXAMPLES[name]}`, or "
-            f"None, got {shown(dtype)}."
+            f"`{name}` must be a floating-point dtype, such as `jnp.{_EXAMPLES[name]}`, or None, got {shown(dtype)}."
         )
     return checked
 
@@ -127,9 +123,7 @@ def _check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
         scale = LossScale(scale, None, largest=np.inf)
     if not isinstance(scale, LossScale):
-        raise ValueError(
-            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {shown(scale)}."
-        )
+        raise ValueError(f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {shown(scale)}.")
     if scale.growth_interval is not None and not schedule.synchronous:
         raise ValueError(
             "a loss scale that moves needs a synchronous schedule: in "

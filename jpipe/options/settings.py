@@ -112,9 +112,7 @@ class Settings:
 
         return jax.tree.map(whole, batch)
 
-    def microbatch(
-        self, batch: Any, num_microbatches: int | None = None, *, whole: bool = False
-    ) -> Any:
+    def microbatch(self, batch: Any, num_microbatches: int | None = None, *, whole: bool = False) -> Any:
         """The abstract microbatch of a minibatch.
 
         Args:
@@ -186,17 +184,13 @@ class Settings:
         with on_platform(self.platform):
             return trace_layers(self.layers, self.loss, microbatch, **options)
 
-    def trace_evaluation(
-        self, microbatch: Any, key_impl: Any, trained: Traced
-    ) -> Traced:
+    def trace_evaluation(self, microbatch: Any, key_impl: Any, trained: Traced) -> Traced:
         """The layers traced in evaluation, split as those that are `trained`."""
         options = self._trace_options(key_impl, trained.splits)
         with on_platform(self.platform):
             return trace_evaluation(self.layers, microbatch, **options)
 
-    def _trace_options(
-        self, key_impl: Any, splits: Sequence[LayerSplit]
-    ) -> dict[str, Any]:
+    def _trace_options(self, key_impl: Any, splits: Sequence[LayerSplit]) -> dict[str, Any]:
         accumulate = self.communication.accumulate_gradients
         return dict(
             compute_dtype=self.numbers.compute_dtype,
@@ -223,9 +217,7 @@ class Settings:
             key_impl=key_impl,
         )
 
-    def vocabulary(
-        self, traced: Traced, microbatch: Any, key_impl: Any
-    ) -> vocabulary.Vocabulary:
+    def vocabulary(self, traced: Traced, microbatch: Any, key_impl: Any) -> vocabulary.Vocabulary:
         """The layers that all stages run together."""
         layers = vocabulary.find(
             traced,
@@ -243,9 +235,7 @@ class Settings:
         vocabulary.check_table(layers, self.schedule, hooked)
         return layers
 
-    def cut(
-        self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any
-    ) -> Stages:
+    def cut(self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any) -> Stages:
         """The traced layers cut into stages that begin at `starts`."""
         ties = resolve_ties(traced.layers, self.ties)
         if not self.schedule.splits_backward:
@@ -258,9 +248,7 @@ class Settings:
             target=target_of(self.platform),
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.communication.compress_messages,
-            gradient_sums=self.numbers.gradient_sums(
-                self.communication.accumulate_gradients
-            ),
+            gradient_sums=self.numbers.gradient_sums(self.communication.accumulate_gradients),
             devices=self.schedule.copies,
             offload=self.offload,
         )

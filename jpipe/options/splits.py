@@ -51,18 +51,21 @@ def _check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | No
         )
     if mesh.shape.get(FSDP, 1) > 1:
         raise ValueError(
-            f"`strategy` splits weights as its operators read them, and the mesh has fsdp={mesh.shape[FSDP]}, which splits "
+            f"`strategy` splits weights as its operators read them, and the mesh has fsdp={mesh.shape[FSDP]}, which "
+            "splits "
             'them all. Use a mesh without the axis "fsdp".'
         )
     shared = [a for a, n in mesh.shape.items() if a not in (STAGE, DATA) and n > 1]
     if len(shared) > 1:
         raise ValueError(
-            f"`strategy` splits each operator over one axis of the mesh, and {' and '.join(map(repr, shared))} are left to it. "
+            f"`strategy` splits each operator over one axis of the mesh, and {' and '.join(map(repr, shared))} are "
+            "left to it. "
             "Use one axis with all their devices, `make_mesh(stage=, data=, model=)`."
         )
     if any(STAGE in axes((target,)) for _, target in axis_rules or ()):
         raise ValueError(
-            '`axis_rules` split layers over "stage", and `strategy` says how every layer is split. Leave one of them out.'
+            '`axis_rules` split layers over "stage", and `strategy` says how every layer is split. Leave one of them '
+            "out."
         )
     if isinstance(strategy, Strategy):
         return strategy

@@ -83,9 +83,7 @@ class Ranking(list[Candidate]):
       skipped: the plans that could not be priced, in the order of the search.
     """
 
-    def __init__(
-        self, candidates: Iterable[Candidate] = (), skipped: Iterable[Skipped] = ()
-    ):
+    def __init__(self, candidates: Iterable[Candidate] = (), skipped: Iterable[Skipped] = ()):
         super().__init__(candidates)
         self.skipped = list(skipped)
 
@@ -148,17 +146,11 @@ def choose(
                 f'`recompute` must be "none" or "full", got {shown(value)}. To price a policy, make '
                 "the profile with it."
             )
-    sharing = (
-        [shard_optimizer]
-        if isinstance(shard_optimizer, bool)
-        else list(shard_optimizer)
-    )
+    sharing = [shard_optimizer] if isinstance(shard_optimizer, bool) else list(shard_optimizer)
     if compress_gradients is not None:
         sharing = [False]
     if host_bandwidth is not None and not host_bandwidth > 0:
-        raise ValueError(
-            f"`host_bandwidth` must be bytes per second above 0, or None, got {shown(host_bandwidth)}."
-        )
+        raise ValueError(f"`host_bandwidth` must be bytes per second above 0, or None, got {shown(host_bandwidth)}.")
     names = schedules.names() if schedule_names is None else list(schedule_names)
     names = [name for name in names if is_wanted(name, asynchronous)]
     pricing = _Pricing(
@@ -199,9 +191,7 @@ def choose(
     return ranked(candidates, skipped, machine.memory_limit)
 
 
-def ranked(
-    candidates: Iterable[Candidate], skipped: Iterable[Skipped], memory_limit: float
-) -> Ranking:
+def ranked(candidates: Iterable[Candidate], skipped: Iterable[Skipped], memory_limit: float) -> Ranking:
     """The ranking of at least one candidate, each with the reason why it lost."""
     best, *others = sorted(candidates, key=_rank)
     return Ranking(
@@ -242,9 +232,7 @@ class _Pricing:
     host_bandwidth: float | None
     predict: Callable[..., Prediction]
 
-    def price(
-        self, plan: Plan, profile: Profile, cut: list[int] | None
-    ) -> Iterator[Candidate | Skipped]:
+    def price(self, plan: Plan, profile: Profile, cut: list[int] | None) -> Iterator[Candidate | Skipped]:
         """A plan's candidates, or the reason to skip it.
 
         There is one per kind of recomputation and, with replicas, per value of `shard_optimizer`.
@@ -254,9 +242,7 @@ class _Pricing:
           profile: its costs.
           cut: the boundaries; None: they are chosen.
         """
-        refusal = schedules.refusal(
-            plan.schedule, plan.num_stages, plan.num_microbatches, **plan.options
-        )
+        refusal = schedules.refusal(plan.schedule, plan.num_stages, plan.num_microbatches, **plan.options)
         if refusal is not None:
             yield Skipped(**vars(plan), why=refusal)
             return
@@ -400,10 +386,7 @@ def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
     parts, best_parts = _time_by_use(c), _time_by_use(best)
     more = {name: parts[name] - best_parts[name] for name in parts}
     largest = max(more, key=more.__getitem__)
-    words = (
-        f"{ratio:.2f} x the time: {largest} {parts[largest] * 1e3:.4g} ms, not "
-        f"{best_parts[largest] * 1e3:.4g}"
-    )
+    words = f"{ratio:.2f} x the time: {largest} {parts[largest] * 1e3:.4g} ms, not {best_parts[largest] * 1e3:.4g}"
     if largest == _WAITING:
         bubbles = prediction.timing.bubble, best.prediction.timing.bubble
         words += f" (bubble {bubbles[0]:.0%}, not {bubbles[1]:.0%})"
@@ -427,7 +410,5 @@ def _time_by_use(c: Candidate) -> dict[str, float]:
         "messages and ticks take": timing.communicating,
         _WAITING: timing.makespan - work - timing.communicating,
         "transfers to and from host memory take": c.prediction.host_seconds,
-        "the rest of the step takes": c.prediction.seconds
-        - timing.makespan
-        - c.prediction.host_seconds,
+        "the rest of the step takes": c.prediction.seconds - timing.makespan - c.prediction.host_seconds,
     }

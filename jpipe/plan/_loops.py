@@ -44,12 +44,8 @@ PROGRAMS = (
 )
 """The programs of a layer that can be measured; see `LayerProfile`."""
 
-SLOTS = (
-    4  # slots of a ring: what is written and read moves through memory, as in training
-)
-_TOGETHER = (
-    2**28
-)  # bytes of one loop, more than caches hold; more layers need more loops
+SLOTS = 4  # slots of a ring: what is written and read moves through memory, as in training
+_TOGETHER = 2**28  # bytes of one loop, more than caches hold; more layers need more loops
 _FEWEST = 3  # calls per median, at least
 _CALL_SECONDS = 0.1  # of a call: long, because a call starts with cold caches
 
@@ -165,9 +161,7 @@ class TimedLoop:
     because the compiler moves no loop-invariant work out of a branch.
     """
 
-    def __init__(
-        self, members: Sequence[TimedProgram], order: Sequence[int], devices: Sequence
-    ):
+    def __init__(self, members: Sequence[TimedProgram], order: Sequence[int], devices: Sequence):
         """Compiles the loop. `order` lists the members of one round in model order."""
         self._order = [*order]
         mesh = Mesh(np.asarray(devices), "devices")
@@ -186,9 +180,7 @@ class TimedLoop:
                 # One `cond` per member: a `switch` over all of them would copy the arrays of the
                 # members that it does not run.
                 return [
-                    lax.cond(
-                        whose == m, functools.partial(turn, m), lambda *own: own, *own
-                    )
+                    lax.cond(whose == m, functools.partial(turn, m), lambda *own: own, *own)
                     for m, own in enumerate(carry)
                 ]
 
@@ -205,9 +197,7 @@ class TimedLoop:
         reads = [member.reads for member in members]
         self._reads, self._carry = jax.device_put((reads, carry), self._everywhere)
         given = self._given([0], 1)
-        lowered = jax.jit(each, donate_argnums=4).lower(
-            *given, self._reads, self._carry
-        )
+        lowered = jax.jit(each, donate_argnums=4).lower(*given, self._reads, self._carry)
         self._run = lowered.compile()
         self._alone = [[m] for m in range(len(members))]
         for own in self._alone:
@@ -243,9 +233,7 @@ class TimedLoop:
         """
         orders = [*self._alone, self._order]
         each_call = min(_CALL_SECONDS, min_seconds / _FEWEST)
-        rounds = [
-            max(math.ceil(each_call / self._seconds(order, 1)), 1) for order in orders
-        ]
+        rounds = [max(math.ceil(each_call / self._seconds(order, 1)), 1) for order in orders]
         samples: list[np.ndarray] = []
         end = time.perf_counter() + min_seconds * len(orders)
         while len(samples) < _FEWEST or time.perf_counter() < end:
@@ -303,7 +291,4 @@ def packed(pack: Packing, values: Sequence, num_rows: int) -> dict:
     for place, value in zip(pack.places[0], values, strict=True):
         rows = slice(place.start(), place.start() + place.block[0])
         arrays[place.array][rows] = np.asarray(value).reshape(place.block)
-    return {
-        n: jnp.asarray(np.broadcast_to(a, (num_rows, *a.shape)))
-        for n, a in arrays.items()
-    }
+    return {n: jnp.asarray(np.broadcast_to(a, (num_rows, *a.shape))) for n, a in arrays.items()}

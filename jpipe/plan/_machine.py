@@ -83,9 +83,7 @@ def measure_machine(
 
 def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
     """Median seconds of GPipe steps whose stages multiply `[1, size]` by a number."""
-    layer = InitApply(
-        lambda key, x: {"scale": jnp.ones(())}, lambda params, x: x * params["scale"]
-    )
+    layer = InitApply(lambda key, x: {"scale": jnp.ones(())}, lambda params, x: x * params["scale"])
     pipe = Pipeline(
         [layer] * num_stages,
         loss=lambda outputs, batch: outputs.mean(),
@@ -154,20 +152,14 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
 
         return seconds
 
-    loops = [
-        loop(rows, turns, num_devices, sends)
-        for sends in (False, True)
-        for rows, turns in rows_and_turns
-    ]
+    loops = [loop(rows, turns, num_devices, sends) for sends in (False, True) for rows, turns in rows_and_turns]
     loops.append(loop(*rows_and_turns[1], 1, False))
     # The loops alternate, because other work on the machine comes and goes.
     measured = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
     together, waiting, alone = measured[:, :3], measured[:, 3:6], measured[:, 6]
     turn = np.median(together, axis=0)
     longer = np.median(waiting - together, axis=0) / turn
-    tick, jitter = fit_positive(
-        np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
-    )
+    tick, jitter = fit_positive(np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0))
     return float(tick), float(jitter), float(np.median(together[:, 1] / alone))
 
 

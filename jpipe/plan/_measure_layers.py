@@ -73,11 +73,7 @@ def measure_layers(
             progress(f"{name} of {len(group)} kinds of layer")
             members = {}
             for k in group:
-                if (
-                    name == "input_grad"
-                    and "backward" in results[k]
-                    and not subjects[k].kind.parameters
-                ):
+                if name == "input_grad" and "backward" in results[k] and not subjects[k].kind.parameters:
                     results[k][name] = results[k]["backward"]
                 elif subjects[k].has(name):
                     members[k] = subjects[k].member(name)
@@ -101,9 +97,7 @@ def outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
     return kind.output_tree.unflatten(kind.outputs if leaves is None else leaves)
 
 
-def _subjects(
-    traced: TrainingTrace, microbatch: Any, devices: Sequence[jax.Device]
-) -> list["_Subject"]:
+def _subjects(traced: TrainingTrace, microbatch: Any, devices: Sequence[jax.Device]) -> list["_Subject"]:
     """Every kind of layer, and last the loss.
 
     Each gets fresh weights, and as inputs the outputs of the layers before.
@@ -178,16 +172,13 @@ class _Subject:
         self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
         places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
         sums = tuple(
-            PlacedSum(AS_PARAMETERS.plain(Leaf(a)), (place,))
-            for a, place in zip(kind.parameters, places["parameters"])
+            PlacedSum(AS_PARAMETERS.plain(Leaf(a)), (place,)) for a, place in zip(kind.parameters, places["parameters"])
         )
         self._run = LayerRun(0, 1, stash=(), pop=(), gradients=sums, **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
         constants = [kind.extra[i] for i in kind.constants]
-        _, self._input_grads = jax.eval_shape(
-            kind.backward, [*lists[0], *constants], *lists[1:]
-        )
+        _, self._input_grads = jax.eval_shape(kind.backward, [*lists[0], *constants], *lists[1:])
         self._held: dict = {}
 
     @property
@@ -211,9 +202,7 @@ class _Subject:
         if not held:
             rng = np.random.default_rng(0)
             held |= {"inputs": self.inputs, "extra": self.extra}
-            held["parameters"] = packed(
-                self.packs["parameters"], self.weights, self.num_rows
-            )
+            held["parameters"] = packed(self.packs["parameters"], self.weights, self.num_rows)
             held["state"] = packed(self.packs["state"], self.state, self.num_rows)
             held["output_grads"] = [random_like(rng, y) for y in self._output_grads]
         empty = {
@@ -265,20 +254,14 @@ class _Subject:
         given = self._arguments(reads, row)
         outputs, kept, aux = self.kind.forward_and_stash(*given)
         old = {name: carry[name] for name in _STASHES}
-        rings = write_layer_stash(
-            old, self._run, self.kind, kept, lambda _: [slot], i=0
-        )
+        rings = write_layer_stash(old, self._run, self.kind, kept, lambda _: [slot], i=0)
         return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
     def _stash(self, reads: dict, slot, only: str | None = None) -> list:
-        return read_layer_stash(
-            reads, self._run, self.kind, lambda _: [slot], 0, only=only
-        )
+        return read_layer_stash(reads, self._run, self.kind, lambda _: [slot], 0, only=only)
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
-        arrays = add_gradients(
-            carry["gradients"], self._run, gradients, lambda: [row], 0
-        )
+        arrays = add_gradients(carry["gradients"], self._run, gradients, lambda: [row], 0)
         return {"gradients": arrays}
 
     def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:

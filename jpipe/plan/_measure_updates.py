@@ -54,9 +54,7 @@ def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[in
         tree: list = [None] * len(everything)
         tree[i] = parameters
         leaves, treedef = jax.tree.flatten(tree)
-        state_leaves, state_tree = jax.tree.flatten(
-            jax.eval_shape(optimizer.init, tree)
-        )
+        state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
 
         n = len(leaves)
 
@@ -100,13 +98,9 @@ def measure_updates(
     results = [{"update": Measured()} for _ in updates]
     order = [u for u in update_of_layer if updates[u].parameters]
     distinct = sorted({*order})
-    num_rows = {
-        u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in distinct
-    }
+    num_rows = {u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in distinct}
     sizes = [
-        num_rows[u]
-        * num_bytes((*updates[u].parameters, *updates[u].parameters, *updates[u].state))
-        for u in distinct
+        num_rows[u] * num_bytes((*updates[u].parameters, *updates[u].parameters, *updates[u].state)) for u in distinct
     ]
     groups = groups_of(sizes)
     progress.total += len(groups) - 1
@@ -114,18 +108,14 @@ def measure_updates(
         looped = [distinct[m] for m in group]
         progress(f"update of {len(looped)} kinds of layer")
         members = [_update(updates[u], num_rows[u]) for u in looped]
-        loop = TimedLoop(
-            members, [looped.index(u) for u in order if u in looped], devices
-        )
+        loop = TimedLoop(members, [looped.index(u) for u in order if u in looped], devices)
         for u, measured in zip(looped, loop.measure(min_seconds), strict=True):
             results[u]["update"] = measured
     return results
 
 
 def _update(update: LayerUpdate, num_rows: int) -> TimedProgram:
-    pack, state = (
-        Packing.of([[*map(Leaf, a)]]) for a in (update.parameters, update.state)
-    )
+    pack, state = (Packing.of([[*map(Leaf, a)]]) for a in (update.parameters, update.state))
     rng = np.random.default_rng(0)
     weights = [random_like(rng, a) for a in update.parameters]
 

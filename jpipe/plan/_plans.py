@@ -28,16 +28,13 @@ class Plan:
 
     def table(self) -> Schedule:
         """Builds the schedule."""
-        return build(
-            self.schedule, self.num_stages, self.num_microbatches, self.options
-        )
+        return build(self.schedule, self.num_stages, self.num_microbatches, self.options)
 
     @property
     def label(self) -> str:
         """The schedule's name and the values of its options; numbers of copies as PipeDream writes them, `3-1`."""
         values = [
-            "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            for value in self.options.values()
+            "-".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in self.options.values()
         ]
         return " ".join([self.schedule, *values])
 
@@ -52,9 +49,7 @@ def is_wanted(name: str, asynchronous: bool) -> bool:
     return not table.forward_only and (asynchronous or table.synchronous)
 
 
-def plans(
-    profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
-) -> Iterator[Plan]:
+def plans(profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]) -> Iterator[Plan]:
     """The plans of one microbatch size."""
     size, num_layers = profile.microbatch_size, len(profile.layers)
     for replicas in range(1, machine.num_devices + 1):
@@ -117,10 +112,7 @@ def _copies(
     amortised = dataclasses.replace(
         graph,
         nodes=tuple(
-            dataclasses.replace(
-                node, parameter_bytes=node.parameter_bytes / num_microbatches
-            )
-            for node in graph.nodes
+            dataclasses.replace(node, parameter_bytes=node.parameter_bytes / num_microbatches) for node in graph.nodes
         ),
     )
     bandwidth = machine.bandwidth[num_devices > machine.server_size]
@@ -160,9 +152,7 @@ def _ticks_of(name: str) -> list[dict[str, Any]]:
     return [{"ticks": "paired"}, {"ticks": "unit"}]
 
 
-def _options(
-    name: str, devices: int, num_layers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _options(name: str, devices: int, num_layers: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """The numbers of stages, and the options, with which a schedule uses the devices."""
     parameters, ticks = _parameters(name), _ticks_of(name)
     chunks = schedules.stages_per_device(name, num_layers // devices)

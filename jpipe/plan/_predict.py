@@ -125,9 +125,7 @@ def predict(
     )
     costs = stage_costs(schedule, profile, starts, machine, **options)
     timing = simulate(schedule, costs)
-    memory, moved = predict_memory(
-        schedule, profile, starts, offload=offload, **options
-    )
+    memory, moved = predict_memory(schedule, profile, starts, offload=offload, **options)
     return Prediction(
         seconds=timing.makespan + machine.step + moved / host_bandwidth,
         timing=timing,
@@ -176,11 +174,7 @@ def stage_costs(
         for source, target in route.target.items():
             # Of the links between copies the slowest, because it ends the tick.
             pairs = itertools.product(copies[source], copies[target])
-            seconds = [
-                machine.message_seconds(packing.num_bytes, pair)
-                for pair in pairs
-                if pair[0] != pair[1]
-            ]
+            seconds = [machine.message_seconds(packing.num_bytes, pair) for pair in pairs if pair[0] != pair[1]]
             if seconds:
                 boundary = source - (route.operation == "backward")
                 sent[route.operation][boundary] += max(seconds)
@@ -233,16 +227,12 @@ def _exchanged_bytes(
 ) -> int:
     """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers do."""
     received = sum(
-        compressor.exchanged_bytes(leaf.aval, num_replicas)
-        for layer in layers
-        for leaf in _sum_leaves(layer, sums)
+        compressor.exchanged_bytes(leaf.aval, num_replicas) for layer in layers for leaf in _sum_leaves(layer, sums)
     )
     return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
 
 
-def _codecs(
-    profile: Profile, starts: Sequence[int], compression: MessageCompression
-) -> list[tuple[LeafCodec, ...]]:
+def _codecs(profile: Profile, starts: Sequence[int], compression: MessageCompression) -> list[tuple[LeafCodec, ...]]:
     """How the message of each stage but the last is encoded."""
     return [
         codecs_of(
@@ -262,9 +252,7 @@ def _routes(
     """Every kind of message, packed as in the engine."""
     codecs = _codecs(profile, starts, compression)
     portals = find_portals(profile.skips, starts, compression=compression)
-    return find_routes(
-        len(starts) - 1, *pack_messages(codecs), portals, kept=compression.is_sparse
-    )
+    return find_routes(len(starts) - 1, *pack_messages(codecs), portals, kept=compression.is_sparse)
 
 
 def predict_memory(
@@ -315,19 +303,13 @@ def predict_memory(
         "gradients": offload.gradients * sizes["gradients"],
     }
     # One slot of each stash comes from the host while a tick computes.
-    slots = {
-        ring: num_bytes(jax.tree.leaves(arrays))
-        for ring, arrays in layout[BUFFERS].shapes["staged"].items()
-    }
+    slots = {ring: num_bytes(jax.tree.leaves(arrays)) for ring, arrays in layout[BUFFERS].shapes["staged"].items()}
     passes = 2 + schedule.splits_backward + (profile.recompute == "full")
     moves = Moves.of(schedule.num_microbatches, passes)
     moved = moves.optimizer * on_host["optimizer"]
     moved += moves.gradients * on_host["gradients"]
     moved += moves.weights * offload.weights * one_version
-    moved += sum(
-        2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
-        for ring, spill in lowered.spills.items()
-    )
+    moved += sum(2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max()) for ring, spill in lowered.spills.items())
     largest_layer = max(layer.parameter_bytes for layer in layers)
     # The weights of a layer come while the layer before runs.
     for name, num_layers in (("weights", 2), ("gradients", 1)):
@@ -344,24 +326,17 @@ def predict_memory(
     memory = Memory(
         **sizes,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
-        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
-        + sum(slots.values()),
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)) + sum(slots.values()),
         padding=max(held - used // schedule.num_devices, 0),
-        host=sum(map(math.floor, on_host.values()))
-        + sum(layout.host_bytes(_UNPADDED).values()),
+        host=sum(map(math.floor, on_host.values())) + sum(layout.host_bytes(_UNPADDED).values()),
     )
     return memory, moved
 
 
-def _held_bytes(
-    layers: Sequence[LayerProfile], num_weights: int, sums: GradientSums
-) -> int:
+def _held_bytes(layers: Sequence[LayerProfile], num_weights: int, sums: GradientSums) -> int:
     """Bytes of the layers of a stage, with all versions of its weights, also those that hooks give."""
     return sum(
-        layer.weight_bytes
-        + (num_weights - 2) * layer.parameter_bytes
-        + _sum_bytes(layer, sums)
-        for layer in layers
+        layer.weight_bytes + (num_weights - 2) * layer.parameter_bytes + _sum_bytes(layer, sums) for layer in layers
     )
 
 
@@ -375,7 +350,8 @@ def _state_layout(
     stash_slots: int | None,
     sums: GradientSums,
 ) -> tuple[Lowered, StateLayout, int]:
-    """The lowered table, the arrays of its state on a device, as in the engine, and bytes of one version of its weights.
+    """The lowered table, the arrays of its state on a device, as in the engine, and bytes of one version of its
+    weights.
 
     Args:
       schedule: the table.
@@ -438,9 +414,7 @@ def _state_layout(
         )
         if pack is not None
     }
-    rows["parameters"] = ArrayRows.of_versions(
-        lowered, parameters.arrays, used(parameters)
-    )
+    rows["parameters"] = ArrayRows.of_versions(lowered, parameters.arrays, used(parameters))
     for ring, pack in packings.rings.items():
         rows[ring] = ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
     facts = StateFacts(
@@ -452,9 +426,7 @@ def _state_layout(
         microbatch=jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8),
         hooked_passes=hooked_passes(schedule, profile.reads),
         norm_dtype=real_dtype([layer.avals("parameters") for layer in layers]),
-        gradient_compression=_gradient_compression(
-            accumulators, rows["gradients"], compressor
-        ),
+        gradient_compression=_gradient_compression(accumulators, rows["gradients"], compressor),
     )
     of_columns = ArrayRows.of_columns(lowered, parameters.arrays, used(parameters))
     return lowered, layout_of(facts), of_columns.num_bytes(parameters)
@@ -464,9 +436,7 @@ _UNPADDED = "cpu"
 """The platform whose arrays take the bytes of their numbers."""
 
 
-def _gradient_compression(
-    accumulators: Packing, rows: ArrayRows, compressor: Compressor | None
-) -> dict[str, Any]:
+def _gradient_compression(accumulators: Packing, rows: ArrayRows, compressor: Compressor | None) -> dict[str, Any]:
     """Errors, and the compressor's state for each gradient of a device's stages, as in the engine."""
     if compressor is None:
         return {}
@@ -481,10 +451,7 @@ def _gradient_compression(
     for (array, shape), number in most.items():
         like = jax.ShapeDtypeStruct(shape, accumulators.arrays[array].dtype)
         state = jax.eval_shape(functools.partial(compressor.init, like))
-        states += [
-            jax.ShapeDtypeStruct((rows.num_rows * number, *a.shape), a.dtype)
-            for a in jax.tree.leaves(state)
-        ]
+        states += [jax.ShapeDtypeStruct((rows.num_rows * number, *a.shape), a.dtype) for a in jax.tree.leaves(state)]
     return {"error": packed_shapes(None, accumulators, rows), "states": states}
 
 

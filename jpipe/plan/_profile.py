@@ -226,7 +226,8 @@ class Profile:
         """
         if operation not in (*PROGRAMS[2:], "forward"):
             raise ValueError(
-                f"`operation` must be 'forward', 'backward', 'input_grad', 'weight_grad' or 'update', got {shown(operation)}."
+                "`operation` must be 'forward', 'backward', 'input_grad', 'weight_grad' or 'update', got "
+                f"{shown(operation)}."
             )
         programs = programs_of(operation, self.recompute)
 
@@ -274,7 +275,8 @@ class Profile:
             wanted, got = getattr(self, name), getattr(other, name)
             if wanted != got:
                 raise ValueError(
-                    f"`other` must be a profile with the same `{name}`, {wanted!r}, got {shown(got)}. Measure the updates again."
+                    f"`other` must be a profile with the same `{name}`, {wanted!r}, got {shown(got)}. Measure the "
+                    "updates again."
                 )
         layers = tuple(
             dataclasses.replace(layer, update=measured.update)
@@ -321,9 +323,7 @@ class Profile:
                 activation_bytes=layer.activation_bytes,
                 parameter_bytes=layer.parameter_bytes,
                 memory_bytes=memory,
-                transfer=None
-                if bandwidth is None
-                else sum(layer.activation_bytes) / bandwidth,
+                transfer=None if bandwidth is None else sum(layer.activation_bytes) / bandwidth,
             )
             for i, (layer, forward, backward, memory) in enumerate(costs)
         )
@@ -339,9 +339,7 @@ class Profile:
         An existing file is replaced whole or not at all.
         """
         path = os.fspath(path)
-        handle, draft = tempfile.mkstemp(
-            dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}."
-        )
+        handle, draft = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}.")
         try:
             with open(handle, "w", encoding="utf-8") as file:
                 file.write(self.text())
@@ -388,18 +386,14 @@ class Profile:
             if not profile.layers:
                 raise WrongField("layers", "a list of at least one layer", [])
         except WrongField as error:
-            raise ValueError(
-                f"{path}: {error}. Delete the file to profile again."
-            ) from None
+            raise ValueError(f"{path}: {error}. Delete the file to profile again.") from None
         return profile
 
 
 # -- Balancing
 
 
-def balance_by_time(
-    profile: Profile, num_stages: int, *, split: bool = False
-) -> list[int]:
+def balance_by_time(profile: Profile, num_stages: int, *, split: bool = False) -> list[int]:
     """Cuts layers into stages so that the slowest stage takes the least time per microbatch.
 
     Args:
@@ -417,14 +411,10 @@ def balance_by_time(
       Kim et al., "torchgpipe", arXiv:2004.09910, section 2.2; `torchgpipe.balance.balance_by_time`.
     """
     operations = operations_of(split)
-    return min_max(
-        [sum(of) for of in zip(*map(profile.seconds, operations))], num_stages
-    )
+    return min_max([sum(of) for of in zip(*map(profile.seconds, operations))], num_stages)
 
 
-def balance_by_memory(
-    profile: Profile, num_stages: int, *, in_flight: int = 1
-) -> list[int]:
+def balance_by_memory(profile: Profile, num_stages: int, *, in_flight: int = 1) -> list[int]:
     """Cuts layers into stages so that the largest stage takes the fewest bytes.
 
     Weights, gradients, optimizer state and stashes count.

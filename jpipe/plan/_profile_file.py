@@ -43,9 +43,7 @@ def decode(kind: Any, value: Any, field: str) -> Any:
             shape = tuple(int(n) for n in dims if n)
             return jax.ShapeDtypeStruct(shape, jnp.dtype(match[1]))
         except TypeError:  # no match, or no such dtype
-            raise WrongField(
-                field, "an array, such as 'float32[2, 3]'", value
-            ) from None
+            raise WrongField(field, "an array, such as 'float32[2, 3]'", value) from None
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise WrongField(field, "an object", value)
@@ -66,7 +64,5 @@ def decode(kind: Any, value: Any, field: str) -> Any:
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or isinstance(value, bool) or (number and not 0 <= value < math.inf):
         want = "a finite number, at least 0" if kind is float else f"{kind.__name__}"
-        raise WrongField(
-            field, "a whole number, at least 0" if kind is int else want, value
-        )
+        raise WrongField(field, "a whole number, at least 0" if kind is int else want, value)
     return kind(value)

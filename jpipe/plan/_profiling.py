@@ -83,9 +83,7 @@ def profile(
     """
     for name in programs:
         if name not in PROGRAMS:
-            raise ValueError(
-                f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {shown(name)}."
-            )
+            raise ValueError(f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {shown(name)}.")
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     updates, update_of_layer = trace_updates(traced, optimizer)
     made_with = dict(
@@ -131,9 +129,7 @@ def profile(
     )
     if "update" in programs:
         loss_seconds["update"] = Measured()
-    empty: dict[str, tuple] = dict.fromkeys(
-        ("parameters", "optimizer_state", "state", "statistics"), ()
-    )
+    empty: dict[str, tuple] = dict.fromkeys(("parameters", "optimizer_state", "state", "statistics"), ())
     empty |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
     loss = _record(traced.loss, loss_seconds, [()], name="loss", kind=number, **empty)
@@ -143,9 +139,7 @@ def profile(
     return measured
 
 
-def _reads_stale(
-    traced: TrainingTrace, optimizer: optax.GradientTransformation
-) -> bool:
+def _reads_stale(traced: TrainingTrace, optimizer: optax.GradientTransformation) -> bool:
     """Whether the optimizer reads the weights that a gradient was computed at."""
     optimizer = optax.with_extra_args_support(optimizer)
     tree = [layer.parameters for layer in traced.layers]
@@ -159,9 +153,7 @@ def _record(
     outputs: Sequence,
     **fields,
 ) -> LayerProfile:
-    seconds: dict[str, Any] = {
-        p: measured[p].seconds if p in measured else None for p in PROGRAMS
-    }
+    seconds: dict[str, Any] = {p: measured[p].seconds if p in measured else None for p in PROGRAMS}
     activations, *skips = (abstract(tuple(jax.tree.leaves(y))) for y in outputs)
     small, full = program.rereading(True), program.rereading(False)
     return LayerProfile(

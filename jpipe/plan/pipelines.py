@@ -50,13 +50,8 @@ def profile_pipeline(
     Raises:
       ValueError: if an argument cannot work.
     """
-    if num_microbatches is not None and (
-        not hasattr(num_microbatches, "__index__") or num_microbatches < 1
-    ):
-        raise ValueError(
-            "`num_microbatches` must be a whole number, at least 1, got "
-            f"{shown(num_microbatches)}."
-        )
+    if num_microbatches is not None and (not hasattr(num_microbatches, "__index__") or num_microbatches < 1):
+        raise ValueError(f"`num_microbatches` must be a whole number, at least 1, got {shown(num_microbatches)}.")
     microbatch = settings.microbatch(batch, num_microbatches)
     key_impl = jax.config.jax_default_prng_impl
     traced = settings.trace(microbatch, key_impl)
@@ -86,15 +81,10 @@ def profile_pipeline(
     return measured
 
 
-def boundaries_by_time(
-    settings: Settings, traced: TrainingTrace, microbatch: Any
-) -> list[int]:
+def boundaries_by_time(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
     """The boundaries that balance the measured seconds of the stages."""
     split = settings.schedule.splits_backward
-    programs = [
-        programs_of(operation, settings.numbers.recompute_name)
-        for operation in operations_of(split)
-    ]
+    programs = [programs_of(operation, settings.numbers.recompute_name) for operation in operations_of(split)]
     measured = profile(
         traced,
         settings.optimizer,
@@ -107,9 +97,7 @@ def boundaries_by_time(
     return [inner.start + b for b in balance_by_time(measured, num_stages, split=split)]
 
 
-def boundaries_by_memory(
-    settings: Settings, traced: TrainingTrace, microbatch: Any
-) -> list[int]:
+def boundaries_by_memory(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
     """The boundaries that balance the bytes of weights, optimizer and activations in flight."""
     counted = profile(
         traced,
@@ -121,9 +109,7 @@ def boundaries_by_memory(
     in_flight = int(settings.schedule.facts().in_flight.max())
     counted = counted.in_table(settings.schedule)
     inner = inner_layers(settings, traced, microbatch)
-    cut = balance_by_memory(
-        _only(counted, inner), settings.schedule.num_stages, in_flight=in_flight
-    )
+    cut = balance_by_memory(_only(counted, inner), settings.schedule.num_stages, in_flight=in_flight)
     return [inner.start + b for b in cut]
 
 
@@ -141,9 +127,6 @@ def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
         recompute=settings.numbers.recompute_name,
         compute_dtype=settings.numbers.compute_dtype,
         reads=list(settings.hooks),
-        ties=[
-            [layer for layer, _ in copies]
-            for copies in resolve_ties(traced.layers, settings.ties)
-        ],
+        ties=[[layer for layer, _ in copies] for copies in resolve_ties(traced.layers, settings.ties)],
         devices=local[:1],
     )

@@ -1,4 +1,5 @@
-"""Plans with a strategy of `jpipe.soap` inside each stage: pipeline stages of several devices, which split every operator.
+"""Plans with a strategy of `jpipe.soap` inside each stage: pipeline stages of several devices, which split every
+operator.
 
 profile, layers ── search ──> strategy for T devices ──> profile of a group of T devices ──┐
                                                                                            ├──> choose ──> Ranking
@@ -65,21 +66,17 @@ class Split:
     def on_groups(self, machine: Machine) -> Profile:
         """The profile for `groups(machine, T)`.
 
-        With fewer cores than devices, `jpipe.plan.predict` takes a share of what was measured. For groups, whose cores are T times
-        as large, it would take another one; the seconds are changed by as much.
+        With fewer cores than devices, `jpipe.plan.predict` takes a share of what was measured. For groups, whose cores
+        are T times as large, it would take another one; the seconds are changed by as much.
         """
         cores, profile = machine.num_cores, self.profile
         if cores is None:
             return profile
-        share, group_share = (
-            min(number / profile.num_devices, 1.0)
-            for number in (cores, cores / self.num_devices)
-        )
+        share, group_share = (min(number / profile.num_devices, 1.0) for number in (cores, cores / self.num_devices))
 
         def changed(layer: LayerProfile) -> LayerProfile:
             seconds: dict[str, Any] = {
-                program: _scaled(getattr(layer, program), share / group_share, 0.0)
-                for program in PROGRAMS
+                program: _scaled(getattr(layer, program), share / group_share, 0.0) for program in PROGRAMS
             }
             return dataclasses.replace(layer, **seconds)
 
@@ -98,8 +95,8 @@ def search(
 ) -> Split:
     """Searches for a strategy that splits the layers over devices, and that a mesh can run.
 
-    The rates of a device are those with which FLOPs and bytes of the layers explain the measured seconds best, and the links are
-    those of `machine`. Memory does not limit the search; `choose` counts the bytes.
+    The rates of a device are those with which FLOPs and bytes of the layers explain the measured seconds best, and the
+    links are those of `machine`. Memory does not limit the search; `choose` counts the bytes.
 
     Args:
       profile: the measured costs of the layers.
@@ -132,13 +129,14 @@ def split(
 ) -> Split:
     """The costs of layers that a strategy splits.
 
-    - A program takes its measured seconds times the share of `layer_shares`, plus the seconds of its messages. The loss is computed
-      whole, because a pipeline leaves it to the compiler.
-    - A weight, and the optimizer state of its shape, takes the bytes of the largest part. An update takes the measured seconds times the
-      layer's share of these bytes.
-    - Everything else (stashes, messages between stages, temporaries) counts whole, which is an upper bound. Stages split their stashes
-      as the compiler decides for each layer (`jpipe.layers.sharding.stash_specs`), and a profile does not say which value of a layer a
-      stash is. Activations between stages are whole, because only a model's annotations split them (`jpipe.layers.sharding.ValueSplit`).
+    - A program takes its measured seconds times the share of `layer_shares`, plus the seconds of its messages. The loss
+      is computed whole, because a pipeline leaves it to the compiler.
+    - A weight, and the optimizer state of its shape, takes the bytes of the largest part. An update takes the measured
+      seconds times the layer's share of these bytes.
+    - Everything else (stashes, messages between stages, temporaries) counts whole, which is an upper bound. Stages
+      split their stashes as the compiler decides for each layer (`jpipe.layers.sharding.stash_specs`), and a profile
+      does not say which value of a layer a stash is. Activations between stages are whole, because only a model's
+      annotations split them (`jpipe.layers.sharding.ValueSplit`).
 
     Args:
       profile: the measured costs of the layers.
@@ -181,8 +179,9 @@ def choose(
 ) -> Ranking:
     """Prices every plan without and with strategies inside of its stages, and ranks them together.
 
-    `jpipe.plan.choose` plans for the devices, and for D / T groups of T devices with the profiles of each T. A plan of one stage on one
-    group of all devices is a strategy without a pipeline. So no plan of either kind is predicted faster than the first of the ranking.
+    `jpipe.plan.choose` plans for the devices, and for D / T groups of T devices with the profiles of each T. A plan of
+    one stage on one group of all devices is a strategy without a pipeline. So no plan of either kind is predicted
+    faster than the first of the ranking.
 
     Gathering an activation that is split at the end of a stage is not counted.
 
@@ -208,17 +207,15 @@ def choose(
     for T, on_groups in by_devices.items():
         ranking = _choose.choose(on_groups, groups(machine, T), batch_size, **options)
         candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)
-        skipped += (
-            dataclasses.replace(c, num_tensor_devices=T) for c in ranking.skipped
-        )
+        skipped += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking.skipped)
     return _choose.ranked(candidates, skipped, machine.memory_limit)
 
 
 def groups(machine: Machine, num_devices: int) -> Machine:
     """The machine whose devices are groups of neighbours.
 
-    Every device of a group sends its messages over its own link. A core of the result is `num_devices` cores, because that is what a
-    group needs to compute.
+    Every device of a group sends its messages over its own link. A core of the result is `num_devices` cores, because
+    that is what a group needs to compute.
 
     Args:
       machine: the machine.
@@ -228,9 +225,7 @@ def groups(machine: Machine, num_devices: int) -> Machine:
       ValueError: if the groups do not use all devices.
     """
     if machine.num_devices % num_devices:
-        raise ValueError(
-            f"{machine.num_devices} devices do not fill groups of {num_devices}. Choose a divisor."
-        )
+        raise ValueError(f"{machine.num_devices} devices do not fill groups of {num_devices}. Choose a divisor.")
     whole_groups = machine.server_size % num_devices == 0
     cores = machine.num_cores
     return dataclasses.replace(
@@ -241,12 +236,11 @@ def groups(machine: Machine, num_devices: int) -> Machine:
     )
 
 
-def soap_machine(
-    profile: Profile, traced: LayersGraph, machine: Machine, num_devices: int
-) -> soap.Machine:
+def soap_machine(profile: Profile, traced: LayersGraph, machine: Machine, num_devices: int) -> soap.Machine:
     """A group of devices of a machine, with rates that explain the measured seconds of a profile.
 
-    Seconds per FLOP and seconds per byte are fitted to the forwards and backwards of all layers by least squares; neither is negative.
+    Seconds per FLOP and seconds per byte are fitted to the forwards and backwards of all layers by least squares;
+    neither is negative.
 
     Args:
       profile, traced, machine, num_devices: as of `search`.
@@ -282,14 +276,13 @@ def soap_machine(
     return dataclasses.replace(measured, overhead=0.0)
 
 
-def layer_shares(
-    traced: LayersGraph, machine: soap.Machine, strategy: soap.Strategy
-) -> list[LayerShare]:
+def layer_shares(traced: LayersGraph, machine: soap.Machine, strategy: soap.Strategy) -> list[LayerShare]:
     """The costs of each layer that a strategy splits, and last of the loss.
 
-    Operators run one after the other, as in one program for all devices: each takes as long as on its busiest device, and its messages
-    as long as on the busiest link. Messages between two operators, and between two layers, belong to the one that reads.
-    Nothing is computed while messages travel. An operator of several layers belongs to each of them by its share of the equations.
+    Operators run one after the other, as in one program for all devices: each takes as long as on its busiest device,
+    and its messages as long as on the busiest link. Messages between two operators, and between two layers, belong to
+    the one that reads. Nothing is computed while messages travel. An operator of several layers belongs to each of them
+    by its share of the equations.
 
     Args:
       traced: the operators of the layers.
@@ -298,9 +291,7 @@ def layer_shares(
     """
     graph = traced.graph
     costs = soap.Analytic(machine)
-    both, forward = (
-        Tasks(each, machine, costs, strategy) for each in (graph, _forwards(graph))
-    )
+    both, forward = (Tasks(each, machine, costs, strategy) for each in (graph, _forwards(graph)))
     D = machine.num_devices
     num_operators = len(graph.operators)
     weights = _layer_weights(traced)
@@ -327,10 +318,7 @@ def layer_shares(
         used[:, 4] += seconds * weights[readers].mean(axis=0)
     whole = _whole_seconds(traced, machine)
     ratio = np.divide(used[:, :2], whole, out=np.ones_like(whole), where=whole > 0)
-    return [
-        LayerShare(*map(float, (*share, *messages)))
-        for share, messages in zip(ratio, used[:, 2:])
-    ]
+    return [LayerShare(*map(float, (*share, *messages))) for share, messages in zip(ratio, used[:, 2:])]
 
 
 def _only_memory(machine: soap.Machine) -> soap.Machine:
@@ -349,7 +337,9 @@ def _whole_seconds(traced: LayersGraph, machine: soap.Machine) -> np.ndarray:
 
 
 def _layer_weights(traced: LayersGraph) -> np.ndarray:
-    """`[operators, layers + 1]`: the share of the equations of an operator that belong to each layer, and last to the loss."""
+    """`[operators, layers + 1]`: the share of the equations of an operator that belong to each layer, and last to the
+    loss.
+    """
     num_layers = len(traced.num_parameters)
     weights = np.zeros((len(traced.graph.operators), num_layers + 1))
     for i, operator in enumerate(traced.graph.operators):
@@ -403,9 +393,7 @@ def _split_layer(
     return dataclasses.replace(
         split,
         forward=_scaled(layer.forward, share.forward, share.forward_messages),
-        forward_and_stash=_scaled(
-            layer.forward_and_stash, share.forward, share.forward_messages
-        ),
+        forward_and_stash=_scaled(layer.forward_and_stash, share.forward, share.forward_messages),
         backward=_scaled(layer.backward, share.backward, all_messages),
         input_grad=_scaled(layer.input_grad, share.backward, share.backward_messages),
         weight_grad=_scaled(layer.weight_grad, share.backward, share.weight_messages),
@@ -420,9 +408,7 @@ def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | Non
     return Seconds(*(share * each + more for each in quantiles))
 
 
-def _like_parts(
-    layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[jax.ShapeDtypeStruct, ...]:
+def _like_parts(layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The optimizer state, in which every run of arrays of the weights' shapes is split as the weights are."""
     state = list(layer.optimizer_state)
     whole = [aval.shape for aval in layer.parameters]
@@ -431,8 +417,7 @@ def _like_parts(
         run = state[start : start + len(whole)]
         if [aval.shape for aval in run] == whole:
             state[start : start + len(whole)] = [
-                jax.ShapeDtypeStruct(part.shape, aval.dtype)
-                for part, aval in zip(parameters, run)
+                jax.ShapeDtypeStruct(part.shape, aval.dtype) for part, aval in zip(parameters, run)
             ]
             start += len(whole)
         else:

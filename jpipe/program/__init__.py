@@ -88,9 +88,7 @@ class Program:
                 self.stages,
                 settings.optimizer,
                 settings.hooks,
-                settings.communication.sharing_replicas(
-                    settings.schedule.copies, settings.num_replicas
-                ),
+                settings.communication.sharing_replicas(settings.schedule.copies, settings.num_replicas),
                 settings.mesh.shape,
                 settings.offload,
                 settings.schedule.copies,
@@ -121,7 +119,8 @@ class Program:
         accumulate = self.settings.communication.accumulate_gradients
         if accumulate is not None and not self.stages.factors.arrays:
             raise ValueError(
-                f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product of two "
+                f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product "
+                "of two "
                 "matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a smaller "
                 "`rank`, or leave it out."
             )
@@ -144,9 +143,7 @@ class Program:
             else NamedSharding(mesh, group.spec)
             for name, group in layout.groups.items()
         }
-        in_flight = {
-            name: shardings.pop(name) for name in self.abstract_state.in_flight()
-        }
+        in_flight = {name: shardings.pop(name) for name in self.abstract_state.in_flight()}
         return _in_order(shardings), _in_order(in_flight)
 
     # -- Identity
@@ -267,9 +264,7 @@ class Program:
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
             batch = self.batches.place(dict(batch))
-            outputs = call_bounded(
-                self._step, devices, state.arrays(), batch, self._rows
-            )
+            outputs = call_bounded(self._step, devices, state.arrays(), batch, self._rows)
         self._stepped = True
         return self._restore(state, *outputs)
 
@@ -352,9 +347,7 @@ class Program:
         state, totals = self._run_table(state, num_entered, batch, rows)
         return self._pack_outputs(state, self._metrics(totals))
 
-    def _run_table(
-        self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array
-    ):
+    def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array):
         """One pass over the table: the new state, and the totals that `_metrics` takes."""
         engine = self.engine
         kept, in_flight, results = run_training(
@@ -382,9 +375,7 @@ class Program:
         return state, totals
 
     def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
-        return traffic.counts(
-            self.engine, self.settings.communication.compress_messages, kept
-        )
+        return traffic.counts(self.engine, self.settings.communication.compress_messages, kept)
 
     def _metrics(self, totals: dict) -> dict:
         """What `step` returns, from sums over the microbatches of all replicas that finished.
@@ -425,9 +416,7 @@ class Program:
             )
         return kept, in_flight, metrics
 
-    def _restore(
-        self, state: PipelineState, kept: dict, in_flight: dict, metrics: dict
-    ) -> tuple[PipelineState, dict]:
+    def _restore(self, state: PipelineState, kept: dict, in_flight: dict, metrics: dict) -> tuple[PipelineState, dict]:
         """The new state and metrics out of the outputs of a compiled function."""
         return dataclasses.replace(state, **kept, **in_flight), metrics
 
@@ -435,20 +424,15 @@ class Program:
         state = self._state_of(arrays)
         newest, N = state.round[0], self.settings.schedule.num_microbatches
         state, metrics = self._drain(state, rows)
-        empty = jax.tree.map(
-            jnp.zeros_like, {**state.in_flight(), "round": state.round}
-        )
+        empty = jax.tree.map(jnp.zeros_like, {**state.in_flight(), "round": state.round})
         newest_of = {
-            name: in_all_versions(self.engine, getattr(state, name), newest)
-            for name in arrays_with_versions()
+            name: in_all_versions(self.engine, getattr(state, name), newest) for name in arrays_with_versions()
         }
         started = state.started + newest * N
         state = dataclasses.replace(state, **newest_of, started=started, **empty)
         return self._pack_outputs(state, metrics)
 
-    def _drain(
-        self, state: PipelineState, rows: jax.Array
-    ) -> tuple[PipelineState, dict]:
+    def _drain(self, state: PipelineState, rows: jax.Array) -> tuple[PipelineState, dict]:
         """Passes over the table without new microbatches; the state, and metrics of all passes together."""
         num_rounds = self.engine.lowered.drain_rounds
         if num_rounds == 0:
@@ -463,9 +447,7 @@ class Program:
         arrays, totals = jax.lax.scan(drain, state.arrays(), length=num_rounds)
         state = self._state_of(arrays)
         latest: dict[str, Any] = {
-            name: totals.pop(name)[-1]
-            for name in ("gradient_norm", "loss_scale")
-            if name in totals
+            name: totals.pop(name)[-1] for name in ("gradient_norm", "loss_scale") if name in totals
         }
         if "compression" in totals:
             counts = totals.pop("compression")
@@ -481,9 +463,7 @@ def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
     optimizer's state, and XLA would copy both.
     """
     names = [field.name for field in dataclasses.fields(PipelineState)]
-    return collections.OrderedDict(
-        (name, groups[name]) for name in names if name in groups
-    )
+    return collections.OrderedDict((name, groups[name]) for name in names if name in groups)
 
 
 def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:

@@ -36,9 +36,7 @@ class Batches:
         """`[batch, ...]` to `[replicas, N, microbatch, ...]`: a replica gets consecutive rows."""
         lead = self.settings.num_replicas, self.settings.schedule.num_microbatches
         return jax.tree.map(
-            lambda a: jnp.reshape(
-                a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])
-            ),
+            lambda a: jnp.reshape(a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])),
             batch,
         )
 
@@ -67,16 +65,12 @@ class Batches:
             its_mesh = getattr(a.sharding, "mesh", None)
             if its_mesh is None and not a.committed:  # JAX moves it
                 return a
-            is_here = (
-                its_mesh == mesh and a.sharding.memory_kind == everywhere.memory_kind
-            )
+            is_here = its_mesh == mesh and a.sharding.memory_kind == everywhere.memory_kind
             return a if is_here else jax.device_put(a, everywhere)
 
         return jax.tree.map(moved, batch)
 
-    def padded(
-        self, batch: Any, only: str | None = None
-    ) -> tuple[int, Any, np.ndarray | None]:
+    def padded(self, batch: Any, only: str | None = None) -> tuple[int, Any, np.ndarray | None]:
         """A batch with copies of its last row, up to a size that can be cut.
 
         Args:

@@ -55,8 +55,7 @@ class Prediction:
             everywhere = PartitionSpec()
             spec = batch_spec(settings.mesh) if rows.apart else everywhere
             predict, evaluate = (
-                dict(predict, out_shardings=(NamedSharding(settings.mesh, s), None))
-                for s in (spec, everywhere)
+                dict(predict, out_shardings=(NamedSharding(settings.mesh, s), None)) for s in (spec, everywhere)
             )
         self.compiled_predict = jax.jit(self._run_predict, **predict)
         self.compiled_evaluate = jax.jit(self._run_evaluate, **evaluate)
@@ -69,9 +68,7 @@ class Prediction:
         given_whole = any(map(is_global, jax.tree.leaves(batch)))
         size, padded, _ = self._batches.padded(batch)
         rows_of_table = self.rows_of(padded)
-        outputs, _ = call_bounded(
-            self.compiled_predict, mesh.devices, state.arrays(), padded, rows_of_table
-        )
+        outputs, _ = call_bounded(self.compiled_predict, mesh.devices, state.arrays(), padded, rows_of_table)
         if rows is not None and rows.apart and not given_whole:
             outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
         return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
@@ -117,9 +114,7 @@ class Prediction:
             outputs = jax.tree.map(lambda a: a[:size], outputs)
         else:
             outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
-            outputs, batch = jax.tree.map(
-                lambda a: jnp.take(a, positions, axis=0), (outputs, batch)
-            )
+            outputs, batch = jax.tree.map(lambda a: jnp.take(a, positions, axis=0), (outputs, batch))
         # Layers report in training only.
         reported = {n: jnp.zeros((), a.dtype) for n, a in self._traced.reported.items()}
         key = self._training.counters(arrays)["key"][0]
@@ -134,16 +129,12 @@ class Prediction:
         result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
         return result, call
 
-    def _run_predict(
-        self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array
-    ) -> tuple:
+    def _run_predict(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array) -> tuple:
         """The outputs, and a small array for `_call`."""
         engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
         schedule, stages = self.settings.schedule, engine.stages
         buffers = jax.tree.map(
-            lambda a: jax.lax.with_sharding_constraint(
-                jnp.zeros(a.shape, a.dtype), a.sharding
-            ),
+            lambda a: jax.lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding),
             engine.layout.global_shapes([BUFFERS]),
         )
         N = schedule.num_microbatches
@@ -165,9 +156,7 @@ class Prediction:
         table = engine.schedule
         last_devices = table.device[table.column_of_microbatch[:, -1]]
         which: Any = int(last_devices[0])
-        if (
-            table.has_copies
-        ):  # each copy of the last stage has the rows of its microbatches
+        if table.has_copies:  # each copy of the last stage has the rows of its microbatches
             which = last_devices, np.arange(N)
         lead = self.settings.num_replicas, schedule.num_devices, N
         flat = []
@@ -205,9 +194,7 @@ class Prediction:
         )
         return ForwardPass(
             schedule=table,
-            stages=settings.cut(
-                traced, self._training.stages.starts, microbatch, key_impl
-            ),
+            stages=settings.cut(traced, self._training.stages.starts, microbatch, key_impl),
             mesh=settings.mesh,
             microbatch=microbatch,
             key_impl=key_impl,

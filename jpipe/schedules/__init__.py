@@ -140,9 +140,7 @@ def get(name: str) -> Callable[..., Schedule]:
     return _entry(name).build
 
 
-def refusal(
-    name: str, num_stages: int, num_microbatches: int, **options: Any
-) -> str | None:
+def refusal(name: str, num_stages: int, num_microbatches: int, **options: Any) -> str | None:
     """Why a builder refuses some counts and options.
 
     Returns the message of the ValueError that the builder would raise, without building a
@@ -234,9 +232,7 @@ def _entry(name: str) -> _Entry:
     if entry is not None:
         return entry
     hint = did_you_mean(name, _BUILDERS, _ALIASES)
-    raise ValueError(
-        f"unknown schedule {shown(name)}.{hint} Known: {', '.join(names())}."
-    )
+    raise ValueError(f"unknown schedule {shown(name)}.{hint} Known: {', '.join(names())}.")
 
 
 def __getattr__(name: str) -> Any:

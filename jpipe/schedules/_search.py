@@ -113,9 +113,7 @@ def search(
             "Recompute activations, or use more stages."
         )
     best, tried = None, 0
-    for schedule in _candidates(
-        costs, S, num_microbatches, D, memory_limit, activations=activations
-    ):
+    for schedule in _candidates(costs, S, num_microbatches, D, memory_limit, activations=activations):
         memory = _memory(schedule, activations)
         if memory.max() > memory_limit:
             continue
@@ -164,9 +162,7 @@ def _memory(schedule: Schedule, activations: np.ndarray) -> np.ndarray:
     return per_device.max(axis=0)
 
 
-def _candidates(
-    costs: Costs, S: int, N: int, D: int, limit: float, activations: np.ndarray
-) -> Iterator[Schedule]:
+def _candidates(costs: Costs, S: int, N: int, D: int, limit: float, activations: np.ndarray) -> Iterator[Schedule]:
     """Every table to price. Some do not fit the limit."""
     with warnings.catch_warnings():
         # Tables of few microbatches warn of their bubble. Here they are priced instead.
@@ -186,14 +182,8 @@ def _candidates(
             sorted({0, 1, S // 2, S - 1, N}),
             (None, costs.of_stages(S)),
         )
-        placements = (
-            device
-            for device in _placements(S, D)
-            if _least_memory(device, activations) <= limit
-        )
-        for device, (first, late_stages_first, wait, lengths) in itertools.product(
-            placements, rules
-        ):
+        placements = (device for device in _placements(S, D) if _least_memory(device, activations) <= limit)
+        for device, (first, late_stages_first, wait, lengths) in itertools.product(placements, rules):
             rule = _rule(first, late_stages_first, wait, limit, activations)
             ticks = list_schedule(device, N, rule, lengths)
             yield Schedule.from_ticks("search", **ticks)
@@ -236,11 +226,7 @@ def _rule(
             near = -s if kind == "forward" and late_stages_first else s
             return (1 if kind == preferred else 2, near)
 
-        allowed = (
-            o
-            for o in ready
-            if not (full and o.kind == "forward" and o.stage == stages[0])
-        )
+        allowed = (o for o in ready if not (full and o.kind == "forward" and o.stage == stages[0]))
         return min(allowed, key=rank, default=None)
 
     return choose
@@ -257,13 +243,10 @@ def _bound(costs: Costs, device: Sequence[int], N: int) -> float:
     times = costs.of_stages(S)
     F, B, W = (times[name] for name in ("forward", "backward", "weight_grad"))
     sends_forward, sends_back = (
-        [times[name][s] * (device[s] != device[s + 1]) for s in range(S - 1)]
-        for name in TRANSFERS.values()
+        [times[name][s] * (device[s] != device[s + 1]) for s in range(S - 1)] for name in TRANSFERS.values()
     )
     input_arrives = np.cumsum([0, *(F[:-1] + sends_forward)])  # [S]
     on_device = [np.equal(device, d) for d in range(max(device) + 1)]
-    per_device = [
-        input_arrives[here].min() + N * (F + B + W)[here].sum() for here in on_device
-    ]
+    per_device = [input_arrives[here].min() + N * (F + B + W)[here].sum() for here in on_device]
     one_microbatch = F.sum() + B.sum() + sum(sends_forward) + sum(sends_back) + W[0]
     return float(max(*per_device, one_microbatch))

@@ -46,11 +46,7 @@ def wrong_counts_or_ticks(
 ) -> str | None:
     """The refusal of a builder that takes any counts, paired or unit ticks, and copies."""
     counts = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    return (
-        counts
-        or wrong_ticks(ticks)
-        or wrong_replicas(num_stages, num_microbatches, replicas)
-    )
+    return counts or wrong_ticks(ticks) or wrong_replicas(num_stages, num_microbatches, replicas)
 
 
 def raise_refusal(refusal: str | None) -> None:

@@ -20,9 +20,7 @@ from jpipe._util.foreign import shown
 from jpipe.schedule import IDLE
 
 
-def wrong_replicas(
-    num_stages: int, num_microbatches: int, replicas: Sequence[int] | None
-) -> str | None:
+def wrong_replicas(num_stages: int, num_microbatches: int, replicas: Sequence[int] | None) -> str | None:
     """The refusal of `replicas`; None if the builder can use them.
 
     Example:
@@ -31,9 +29,7 @@ def wrong_replicas(
     """
     if replicas is None:
         return None
-    counts = (
-        tuple(replicas) if isinstance(replicas, Sequence | np.ndarray) else replicas
-    )
+    counts = tuple(replicas) if isinstance(replicas, Sequence | np.ndarray) else replicas
     if not isinstance(counts, tuple) or isinstance(replicas, str):
         return (
             f"`replicas` must be a sequence of integers, one per stage, got {shown(replicas)}: it "
@@ -162,9 +158,7 @@ def warm_up(replicas: Sequence[int]) -> list[int]:
 _KINDS = ("forward", "backward", "weight_grad")
 
 
-def unit_ticks(
-    num_microbatches: int, replicas: Sequence[int], *, synchronous: bool
-) -> dict[str, Any]:
+def unit_ticks(num_microbatches: int, replicas: Sequence[int], *, synchronous: bool) -> dict[str, Any]:
     """1F1B-RR in unit ticks: one operation per device and tick, in the order of PipeDream.
 
     A copy of stage s runs w_s forwards (see `warm_up`), and then in turn a forward, and the
@@ -210,9 +204,7 @@ def unit_ticks(
                 first = mine[: w + 1]
                 order.add(("forward", s, first[:-1]), ("forward", s, first[1:]))
             forward, backward = mine[j[goes_on]], mine[goes_on]
-            order.add(
-                ("forward", s, forward), ("backward", s, backward), -ahead[goes_on]
-            )
+            order.add(("forward", s, forward), ("backward", s, backward), -ahead[goes_on])
             # The microbatch before the first is the last of the round before.
             goes_on &= (i > 0) | (not synchronous)
             before = ("weight_grad", s, mine[i[goes_on] - 1])
@@ -236,9 +228,7 @@ def unit_ticks(
     raise AssertionError("one microbatch at a time is a round")
 
 
-def _columns(
-    num_microbatches: int, replicas: Sequence[int], ticks: np.ndarray
-) -> dict[str, Any]:
+def _columns(num_microbatches: int, replicas: Sequence[int], ticks: np.ndarray) -> dict[str, Any]:
     """One column per copy, with the ticks `[kinds, S, N]` of its microbatches."""
     pairs = [(s, k) for s, r in enumerate(replicas) for k in range(r)]
     result: dict[str, Any] = {

@@ -42,20 +42,20 @@ def emulated(schedule: Schedule) -> Schedule:
     """
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"`schedule` must be a `jpipe.Schedule`, got {shown(schedule)}. Call a builder of `jpipe.schedules`, such as "
+            f"`schedule` must be a `jpipe.Schedule`, got {shown(schedule)}. Call a builder of `jpipe.schedules`, such "
+            "as "
             "`jpipe.schedules.pipemare(8, 4)`."
         )
     if schedule.forward_only:
         raise ValueError(
-            f"`schedule` {shown(schedule.name)} only runs forward: emulation is for training, where the passes read weights of "
+            f"`schedule` {shown(schedule.name)} only runs forward: emulation is for training, where the passes read "
+            "weights of "
             "different ages. Pass a schedule that trains."
         )
     if schedule.emulates is not None:
         return schedule
     forward, backward = schedule.forward_versions(), schedule.backward_versions()
-    return _sequential(
-        schedule.name, schedule.by_stage(forward), schedule.by_stage(backward), schedule
-    )
+    return _sequential(schedule.name, schedule.by_stage(forward), schedule.by_stage(backward), schedule)
 
 
 @suggests
@@ -94,21 +94,21 @@ def with_delays(
         backward = _delays("backward_delays", backward_delays, num_microbatches)
         if backward.shape != forward.shape:
             raise ValueError(
-                f"`backward_delays` are for {backward.shape[1]} stages and `delays` for {forward.shape[1]}. Give one for "
+                f"`backward_delays` are for {backward.shape[1]} stages and `delays` for {forward.shape[1]}. Give one "
+                "for "
                 "each stage in both."
             )
         for m, s in np.argwhere(backward > forward)[:1].tolist():
             raise ValueError(
-                f"`backward_delays` must be at most `delays`, got {backward[m, s]} above {forward[m, s]} for microbatch "
+                f"`backward_delays` must be at most `delays`, got {backward[m, s]} above {forward[m, s]} for "
+                "microbatch "
                 f"{m} on stage {s}: a backward runs after its forward, and reads weights that are as old or newer."
             )
     return _sequential("with_delays", -forward, -backward)
 
 
 @suggests
-def random_delays(
-    num_stages: int, num_microbatches: int, most: int, seed: int = 0
-) -> np.ndarray:
+def random_delays(num_stages: int, num_microbatches: int, most: int, seed: int = 0) -> np.ndarray:
     """Delays for `with_delays`, each drawn evenly from 0, 1, ... `most`.
 
     The draws are for one minibatch. Every minibatch has the same ones.
@@ -129,13 +129,9 @@ def random_delays(
       >>> random_delays(3, 2, most=4).shape
       (2, 3)
     """
-    raise_refusal(
-        wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    )
+    raise_refusal(wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches))
     if not isinstance(most, int | np.integer) or most < 0:
-        raise ValueError(
-            f"`most` must be a whole number of updates, at least 0, got {shown(most)}."
-        )
+        raise ValueError(f"`most` must be a whole number of updates, at least 0, got {shown(most)}.")
     draw = np.random.default_rng(seed)
     return draw.integers(0, most, (num_microbatches, num_stages), endpoint=True)
 

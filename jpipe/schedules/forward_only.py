@@ -73,9 +73,7 @@ def forward_only(
     raise_refusal(refusal(num_stages, num_microbatches, stage, device))
     columns = np.arange(num_stages) if stage is None else np.atleast_1d(stage)
     if len(columns) == num_stages:
-        one_device = (
-            device is not None and len(set(np.atleast_1d(device).tolist())) == 1
-        )
+        one_device = device is not None and len(set(np.atleast_1d(device).tolist())) == 1
         ticks_apart = num_stages if one_device else 1
         return Schedule.from_ticks(
             "forward_only",

@@ -11,9 +11,7 @@ from jpipe.schedules.copies import with_copies
 
 
 @suggests
-def gpipe(
-    num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None
-) -> Schedule:
+def gpipe(num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
     """GPipe: all forwards, then all backwards, then one update.
 
         s0 F0 F1 F2 .  .  B0 B1 B2          S=2, N=3; time runs right
@@ -52,6 +50,4 @@ def gpipe(
         first_backward = num_stages + N - 1
         return dict(forward=m + s, backward=first_backward + m + (num_stages - 1 - s))
 
-    return Schedule.from_ticks(
-        "gpipe", **with_copies(ticks, num_microbatches, replicas)
-    )
+    return Schedule.from_ticks("gpipe", **with_copies(ticks, num_microbatches, replicas))

@@ -10,13 +10,9 @@ from jpipe.schedules.arguments import raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
 
 
-def refusal(
-    num_stages: int, num_microbatches: int, num_chunks: int, ticks: str
-) -> str | None:
+def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str) -> str | None:
     """Why `interleaved` refuses these arguments; None if it accepts them."""
-    if wrong := wrong_counts(
-        num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
-    ):
+    if wrong := wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks):
         return wrong
     num_devices, rest = divmod(num_stages, num_chunks)
     if rest:
@@ -40,9 +36,7 @@ def refusal(
 
 
 @suggests
-def interleaved(
-    num_stages: int, num_microbatches: int, num_chunks: int = 2, ticks: str = "paired"
-) -> Schedule:
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, ticks: str = "paired") -> Schedule:
     """Interleaved 1F1B: device d runs the stages d, D + d, 2 D + d, ... of S.
 
         s0@0  F0  F1  .   .   F2  F3  .   .   .   .   .   .      S=4, N=4, paired;
@@ -133,11 +127,8 @@ def interleaved(
         due = (
             operation
             for operation in ready
-            if operation.kind == kind
-            and order[operation.microbatch, operation.stage] == position
+            if operation.kind == kind and order[operation.microbatch, operation.stage] == position
         )
         return next(due, None)
 
-    return Schedule.from_ticks(
-        "interleaved", **list_schedule(d.tolist(), num_microbatches, choose)
-    )
+    return Schedule.from_ticks("interleaved", **list_schedule(d.tolist(), num_microbatches, choose))

@@ -57,7 +57,8 @@ class Progress:
 Rule = Callable[[int, list[Operation], Progress], Operation | None]
 """`(device, ready operations, progress) -> the operation to run, or None to wait`.
 
-It depends on the progress of its device alone: it is asked again when the device is free or one more operation is ready."""
+It depends on the progress of its device alone: it is asked again when the device is free or one more operation is
+  ready."""
 
 
 def list_schedule(
@@ -126,7 +127,8 @@ def list_schedule(
                 ask_from[other] = min(ask_from[other], time)
             tick: float = now
             if not equal:
-                # Times are no ticks: the device keeps its order, and each operation takes the first tick after its inputs.
+                # Times are no ticks: the device keeps its order, and each operation takes the first tick after its
+                # inputs.
                 after = [ticks[o.kind][m, o.stage] + 1 for o in _inputs(operation, S)]
                 tick = max(next_tick[d], *after, 0)
                 next_tick[d] = int(tick) + 1
@@ -160,15 +162,11 @@ class _Ahead:
         lengths: Mapping[str, Sequence[float]],
     ):
         self._num_microbatches, S = num_microbatches, len(device)
-        self._ends: dict[tuple[str, int], list[float]] = {
-            (kind, s): [] for kind in _KINDS for s in range(S)
-        }
+        self._ends: dict[tuple[str, int], list[float]] = {(kind, s): [] for kind in _KINDS for s in range(S)}
         self._device_of = {key: int(device[key[1]]) for key in self._ends}
         # For each kind and stage the ends of what it reads, and the seconds of the messages.
         self._inputs: dict[tuple[str, int], list[tuple[list[float], float]]] = {}
-        self._readers: dict[tuple[str, int], list[tuple[str, int]]] = {
-            key: [] for key in self._ends
-        }
+        self._readers: dict[tuple[str, int], list[tuple[str, int]]] = {key: [] for key in self._ends}
         for kind, s in self._ends:
             self._inputs[kind, s] = []
             for source, r, _ in _inputs(Operation(kind, s, 0), S):
@@ -180,8 +178,7 @@ class _Ahead:
         self._readable_from = dict.fromkeys(self._ends, np.inf)
         self._readable_from["forward", 0] = 0.0
         self._on_device: list[list[tuple[str, int]]] = [
-            [key for key in self._ends if self._device_of[key] == d]
-            for d in range(max(device) + 1)
+            [key for key in self._ends if self._device_of[key] == d] for d in range(max(device) + 1)
         ]
 
     def ready(self, device: int, now: float) -> tuple[list[Operation], float]:

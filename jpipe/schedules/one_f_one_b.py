@@ -90,9 +90,7 @@ def one_f_one_b(
     return Schedule.from_ticks("one_f_one_b", **arguments)
 
 
-def _straight_unit_ticks(
-    num_stages: int, num_microbatches: int
-) -> dict[str, np.ndarray]:
+def _straight_unit_ticks(num_stages: int, num_microbatches: int) -> dict[str, np.ndarray]:
     """The arguments of `Schedule.from_ticks` for unit ticks and one copy of every stage."""
     s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
     after = num_stages - 1 - s  # stages after this one

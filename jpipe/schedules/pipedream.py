@@ -84,6 +84,4 @@ def pipedream(
         stage = steady.get("stage", np.arange(num_stages))
         entry = np.where(forward == IDLE, -np.inf, version)[:, stage == 0].max(axis=1)
         version = np.broadcast_to(entry[:, None].astype(int), version.shape)
-    return Schedule.from_ticks(
-        "pipedream", **steady, forward_version=version, backward_version=version
-    )
+    return Schedule.from_ticks("pipedream", **steady, forward_version=version, backward_version=version)

@@ -76,6 +76,4 @@ def pipedream_2bw(
     """
     raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas))
     steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
-    return Schedule.from_ticks(
-        "pipedream_2bw", **steady, forward_version=-1, backward_version=-1
-    )
+    return Schedule.from_ticks("pipedream_2bw", **steady, forward_version=-1, backward_version=-1)

@@ -24,11 +24,7 @@ def refusal(
         return wrong
     if max_delay is None:
         return None
-    if (
-        not isinstance(max_delay, int | np.integer)
-        or isinstance(max_delay, bool)
-        or max_delay < 1
-    ):
+    if not isinstance(max_delay, int | np.integer) or isinstance(max_delay, bool) or max_delay < 1:
         return (
             "`max_delay` must be a whole number of updates, at least 1, or None for no bound, got "
             f"{shown(max_delay)}: a pipeline that never drains has microbatches in flight at every update."
@@ -43,7 +39,8 @@ def refusal(
         advice = f"Use {-(-flight // max_delay)} microbatches or more"
     return (
         f"a microbatch would cross {delay} updates between its forward and its backward, more than `max_delay` "
-        f"{max_delay}: {num_microbatches} microbatches per update are too few for {num_stages} stages in {ticks} ticks. "
+        f"{max_delay}: {num_microbatches} microbatches per update are too few for {num_stages} stages in {ticks} "
+        "ticks. "
         f"{advice}, or allow a longer delay."
     )
 

@@ -63,9 +63,7 @@ def _backward_first(limit: int) -> Rule:
     earliest stage, because they are nearest to the end of their way.
     """
 
-    def choose(
-        device: int, ready: list[Operation], progress: Progress
-    ) -> Operation | None:
+    def choose(device: int, ready: list[Operation], progress: Progress) -> Operation | None:
         def rank(operation: Operation) -> tuple[int, int]:
             kind, s, _ = operation
             return {

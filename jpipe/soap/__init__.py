@@ -1,14 +1,15 @@
 """Splits the operators of any JAX function over devices: a search over the SOAP space.
 
-SOAP stands for the ways to split: by Samples, by other dims of an output (Attributes), by dims of weights (Parameters), and by Operators on different
-devices. Sums are split too (Reduction).
+SOAP stands for the ways to split: by Samples, by other dims of an output (Attributes), by dims of weights (Parameters),
+and by Operators on different devices. Sums are split too (Reduction).
 
 `trace` makes a graph of operators, `simulate` predicts a step of a strategy, and `search` finds a fast one:
 
     graph = soap.trace(loss, weights, inputs, targets)
     result = soap.search(graph, soap.read_machine("p100"), budget_seconds=60)
 
-References: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks", MLSys 2019, arXiv:1807.05358 (FlexFlow).
+References: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks", MLSys 2019,
+arXiv:1807.05358 (FlexFlow).
 """
 
 from jpipe.soap.chain import AdditiveCosts, chain_optimum

@@ -1,7 +1,8 @@
 """The best strategy of a chain of operators under an additive cost, by dynamic programming.
 
-The cost is additive as that of OptCNN (Jia et al. 2018, arXiv:1802.04924, equation 1): nothing overlaps. It is the sum over the operators of the seconds of a
-shard, of adding up partial results and of synchronising weights, and over the edges of the seconds of the busiest link.
+The cost is additive as that of OptCNN (Jia et al. 2018, arXiv:1802.04924, equation 1): nothing overlaps. It is the sum
+over the operators of the seconds of a shard, of adding up partial results and of synchronising weights, and over the
+edges of the seconds of the busiest link.
 """
 
 import operator
@@ -84,16 +85,13 @@ def chain_optimum(
     Raises:
       ValueError: if the graph is no chain.
     """
-    shared = [
-        w
-        for w, readers in graph.readers_of_weight.items()
-        if len({i for i, _ in readers}) > 1
-    ]
+    shared = [w for w, readers in graph.readers_of_weight.items() if len({i for i, _ in readers}) > 1]
     if not graph.is_chain or shared:
         others = (target for source, target, _ in graph.edges if source != target - 1)
         name = next((graph.operators[i].name for i in others), "an operator")
         raise ValueError(
-            f"the graph is no chain: {name!r} reads more than the operator before it, or a weight is read twice. Use `search`."
+            f"the graph is no chain: {name!r} reads more than the operator before it, or a weight is read twice. Use "
+            "`search`."
         )
     space = Space(graph, machine.num_devices) if space is None else space
     price = AdditiveCosts(graph, machine, costs, sync=sync)

@@ -20,9 +20,7 @@ Shape = tuple[int, ...]
 class Costs(Protocol):
     """Seconds of the work of a device, as the simulator reads them."""
 
-    def seconds(
-        self, graph: OperatorGraph, operator: int, shape: Shape
-    ) -> tuple[float, float]:
+    def seconds(self, graph: OperatorGraph, operator: int, shape: Shape) -> tuple[float, float]:
         """Seconds of the forward and of the backward of a shard."""
         ...
 
@@ -40,16 +38,15 @@ class Analytic:
 
     Args:
       machine: whose devices compute.
-      optimizer_arrays: arrays of the size of the weights that an update reads and writes beside the weights and the gradients.
+      optimizer_arrays: arrays of the size of the weights that an update reads and writes beside the weights and the
+      gradients.
     """
 
     def __init__(self, machine: Machine, *, optimizer_arrays: int = 2):
         self._machine = machine
         self._optimizer_arrays = optimizer_arrays
 
-    def seconds(
-        self, graph: OperatorGraph, operator: int, shape: Shape
-    ) -> tuple[float, float]:
+    def seconds(self, graph: OperatorGraph, operator: int, shape: Shape) -> tuple[float, float]:
         each = graph.operators[operator]
         flops = each.flops_per_point * math.prod(shape)
         read_bytes, written = shard_bytes(graph, each, shape)
@@ -73,9 +70,7 @@ class Analytic:
         return machine.overhead + time
 
 
-def shard_bytes(
-    graph: OperatorGraph, operator: Operator, shape: Shape
-) -> tuple[int, int]:
+def shard_bytes(graph: OperatorGraph, operator: Operator, shape: Shape) -> tuple[int, int]:
     """Bytes that the first shard of `shape` reads and writes in one turn."""
     box = tuple((0, n) for n in shape)
     num_read = 0
@@ -85,10 +80,7 @@ def shard_bytes(
     written = 0
     for number in operator.outputs:
         tensor = graph.tensors[number]
-        part = [
-            n if loop is None else shape[loop]
-            for n, loop in zip(tensor.shape, tensor.writes)
-        ]
+        part = [n if loop is None else shape[loop] for n, loop in zip(tensor.shape, tensor.writes)]
         written += math.prod(part) * tensor.item_bytes
     return num_read, written
 
@@ -113,8 +105,7 @@ class Profile:
         self,
         machine: Machine,
         path: str | os.PathLike[str] | None = None,
-        measure: Callable[[OperatorGraph, int, Shape], tuple[float, float]]
-        | None = None,
+        measure: Callable[[OperatorGraph, int, Shape], tuple[float, float]] | None = None,
         *,
         optimizer_arrays: int = 2,
     ):
@@ -126,9 +117,7 @@ class Profile:
         if self._path is not None and self._path.exists():
             self._seconds = _read(self._path)
 
-    def seconds(
-        self, graph: OperatorGraph, operator: int, shape: Shape
-    ) -> tuple[float, float]:
+    def seconds(self, graph: OperatorGraph, operator: int, shape: Shape) -> tuple[float, float]:
         key = f"{self._device}: {signature(graph, graph.operators[operator])}: {'x'.join(map(str, shape))}"
         if key not in self._seconds:
             if self._measure is None:
@@ -162,8 +151,7 @@ def signature(graph: OperatorGraph, operator: Operator) -> str:
     """A text without the operator's name: equal texts cost the same for equal shards."""
     kinds = "".join(loop.kind for loop in operator.loops)
     reads = " ".join(
-        f"{graph.tensors[each.tensor].item_bytes}:{list(graph.tensors[each.tensor].shape)}"
-        for each in operator.inputs
+        f"{graph.tensors[each.tensor].item_bytes}:{list(graph.tensors[each.tensor].shape)}" for each in operator.inputs
     )
     sizes = "x".join(str(loop.size) for loop in operator.loops)
     names = operator.kind
@@ -176,8 +164,7 @@ def _read(path: pathlib.Path) -> dict[str, tuple[float, float]]:
     try:
         entries: Mapping = read_json(path)
         return {
-            str(key): (_seconds(e["forward_seconds"]), _seconds(e["backward_seconds"]))
-            for key, e in entries.items()
+            str(key): (_seconds(e["forward_seconds"]), _seconds(e["backward_seconds"])) for key, e in entries.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -1,13 +1,14 @@
 """Delta simulation (FlexFlow, section 5.3, algorithm 2): the timeline after a change, from the timeline before it.
 
-The result is that of `full_simulation` to the last bit. On every device the order of the tasks is that of `(ready, key)`, every task
-starts at the later of its ready time and the end of the one before, and takes some time. These rules have one solution, and both
-simulations find it.
+The result is that of `full_simulation` to the last bit. On every device the order of the tasks is that of `(ready,
+key)`, every task starts at the later of its ready time and the end of the one before, and takes some time. These rules
+have one solution, and both simulations find it.
 
-The old timeline is replayed from the first change on, in the order of time. Two streams are merged: tasks that are not known to
-change, in their old order, and tasks that change, from a queue by their new ready times. A task of the first stream costs one
-comparison: it stays as it is if its device is free when it was. A task whose start or predecessors change moves to the second
-stream with what depends on it. When most tasks change, all that are left are moved at once.
+The old timeline is replayed from the first change on, in the order of time. Two streams are merged: tasks that are not
+known to change, in their old order, and tasks that change, from a queue by their new ready times. A task of the first
+stream costs one
+comparison: it stays as it is if its device is free when it was. A task whose start or predecessors change moves to the
+second stream with what depends on it. When most tasks change, all that are left are moved at once.
 """
 
 import heapq
@@ -100,7 +101,8 @@ class Simulator:
         Args:
           operator: its number.
           config: how it is split from now on.
-          limit: seconds. When it is certain that the step takes longer, the simulation ends; only `undo` is allowed then.
+          limit: seconds. When it is certain that the step takes longer, the simulation ends; only `undo` is allowed
+            then.
           memory_limit: bytes. If a device needs more, nothing is simulated, and again only `undo` is allowed.
 
         Returns:
@@ -188,9 +190,7 @@ class Simulator:
             self._mark[task] = done  # the stream passes over it
         return touched
 
-    def _drop_links(
-        self, blocks: Iterable[TaskBlock], dead: set[int]
-    ) -> dict[int, None]:
+    def _drop_links(self, blocks: Iterable[TaskBlock], dead: set[int]) -> dict[int, None]:
         before, after = self.tasks.before, self.tasks.after
         touched: dict[int, None] = {}
         for block in blocks:
@@ -218,9 +218,7 @@ class Simulator:
         wanted = cursor // _SPACING
         while len(notes) <= wanted:
             first = (len(notes) - 1) * _SPACING
-            notes.append(
-                _advance(notes[-1], order[first : first + _SPACING], device, end)
-            )
+            notes.append(_advance(notes[-1], order[first : first + _SPACING], device, end))
         return _advance(notes[wanted], order[wanted * _SPACING : cursor], device, end)
 
     def _work_left(self, done: list[int]) -> list[float]:
@@ -231,9 +229,7 @@ class Simulator:
         left = tasks.load - np.bincount(resources, seconds, len(tasks.load))
         return [*left[1:].tolist(), -math.inf]  # the last is `NOWHERE`
 
-    def _first_time(
-        self, change: "_Change", fresh: list[int], touched: Iterable[int]
-    ) -> float:
+    def _first_time(self, change: "_Change", fresh: list[int], touched: Iterable[int]) -> float:
         """The first time at which anything may differ. `fresh` is marked already."""
         before, mark = self.tasks.before, self._mark
         ready, end = self.timeline.ready, self.timeline.end
@@ -282,11 +278,7 @@ class Simulator:
                 state = mark[p]
                 if state == moved:
                     count += 1
-                elif (
-                    state == done
-                    or ready[p] < now
-                    or (ready[p] == now and key[p] <= now_key)
-                ):
+                elif state == done or ready[p] < now or (ready[p] == now and key[p] <= now_key):
                     if end[p] > latest:
                         latest = end[p]
                 else:
@@ -314,9 +306,7 @@ class Simulator:
                 position += 1
                 continue
             now = ready[task]
-            if queue and (
-                queue[0][0] < now or (queue[0][0] == now and queue[0][1] < key[task])
-            ):
+            if queue and (queue[0][0] < now or (queue[0][0] == now and queue[0][1] < key[task])):
                 now, now_key, task = pop(queue)
                 state = moved
             elif task < 0:
@@ -410,9 +400,7 @@ class Simulator:
 class _Change:
     """A change that can be undone."""
 
-    def __init__(
-        self, operator: int, config: Config, timeline: TaskTimes, numbers: list[int]
-    ):
+    def __init__(self, operator: int, config: Config, timeline: TaskTimes, numbers: list[int]):
         self.operator = operator
         self.config = config
         self.timeline = timeline
@@ -444,9 +432,7 @@ def _least_load(tasks: Tasks, operator: int, config: Config) -> np.ndarray:
     return load
 
 
-def _advance(
-    free: list[float], order: list[int], device: list[int], end: list[float]
-) -> list[float]:
+def _advance(free: list[float], order: list[int], device: list[int], end: list[float]) -> list[float]:
     """Returns the time at which each device is free after the tasks of `order`."""
     free = list(free)
     for task in order:

@@ -1,10 +1,11 @@
 """Operators whose shards read parts of other shards: each device gets exactly what it reads, and computes its own part.
 
-XLA's partitioner sends more than a strategy implies where shards of a window, a `pad` or a concatenation read other parts of an array than
-those in which it lies: it sends halos again in the backward, and moves whole operands to another split and back. It also counts sums twice
-for some splits of convolutions. So these operators run in `jax.shard_map`. A device fetches a window of each operand from
-those that have it, by permutations of all devices. The transposed permutations return the gradient. An array is split
-in another way by the same means, where the compiler would send more (`jpipe.soap.moves`).
+XLA's partitioner sends more than a strategy implies where shards of a window, a `pad` or a concatenation read other
+parts of an array than
+those in which it lies: it sends halos again in the backward, and moves whole operands to another split and back. It
+also counts sums twice for some splits of convolutions. So these operators run in `jax.shard_map`. A device fetches a
+window of each operand from those that have it, by permutations of all devices. The transposed permutations return the
+gradient. An array is split in another way by the same means, where the compiler would send more (`jpipe.soap.moves`).
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ from jpipe.soap.products import product_of
 from jpipe.soap.regions import Access, DimMap, read_all
 
 PRIMITIVES = frozenset(
-    """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min reduce_window_sum stack
-    top_k""".split()
+    """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min
+    reduce_window_sum stack top_k""".split()
 )
 """What can run so."""
 
@@ -54,8 +55,8 @@ class Exchange:
       axes: of the mesh, over whose devices it is: those that split the equation or an operand that is fetched.
       operands: per operand a window, or the split in which a device has what it reads.
       outputs: how each result is split.
-      sums: per result, the axes along which devices have terms of it, and the dim along which a device keeps its part of the sum; None:
-        devices have the whole sum.
+      sums: per result, the axes along which devices have terms of it, and the dim along which a device keeps its part
+        of the sum; None: devices have the whole sum.
     """
 
     axes: tuple[str, ...]
@@ -139,7 +140,8 @@ class _Round(NamedTuple):
 
 
 def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
-    """The permutations by which every device gets its window. A device takes what several have from itself, or from the nearest before it.
+    """The permutations by which every device gets its window. A device takes what several have from itself, or from the
+    nearest before it.
 
     Args:
       owned: `[devices, rank, 2]`, the part of the array that each device has.
@@ -175,16 +177,12 @@ def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
     return rounds
 
 
-def _fetched(
-    part: jax.Array, fetch: Fetch, owned: np.ndarray, axes: tuple[str, ...], fill: Any
-) -> jax.Array:
+def _fetched(part: jax.Array, fetch: Fetch, owned: np.ndarray, axes: tuple[str, ...], fill: Any) -> jax.Array:
     """The window of a device, with `fill` outside of the array. It runs on each device."""
     starts = np.array(fetch.starts)
     wanted = np.stack([starts, starts + np.array(fetch.shape)], axis=-1)
     there = _rounds(owned, wanted)
-    back = [
-        _Round(r.shape, [(b, a) for a, b in r.pairs], r.write, r.read) for r in there
-    ]
+    back = [_Round(r.shape, [(b, a) for a, b in r.pairs], r.write, r.read) for r in there]
     sizes = owned[:, :, 1].max(axis=0)
 
     def window_of_part(part: jax.Array, window: jax.Array) -> jax.Array:
@@ -212,7 +210,9 @@ def _sent(
     *,
     is_sum: bool,
 ) -> jax.Array:
-    """An array of a device with what it gets of those of other devices, which replaces what is there or is added to it."""
+    """An array of a device with what it gets of those of other devices, which replaces what is there or is added to
+    it.
+    """
     device = lax.axis_index(axes)
     for number, each in enumerate(rounds):
         if number:  # one message at a time, so that a device holds one at a time
@@ -240,9 +240,7 @@ def _is_inside(fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]) -> jax
     return inside
 
 
-def _is_inside_along(
-    dim: int, fetch: Fetch, size: int, axes: tuple[str, ...]
-) -> jax.Array:
+def _is_inside_along(dim: int, fetch: Fetch, size: int, axes: tuple[str, ...]) -> jax.Array:
     """A mask of a device's window: true where index `dim` is inside of the array."""
     first = jnp.asarray([start[dim] for start in fetch.starts])[lax.axis_index(axes)]
     place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
@@ -281,9 +279,7 @@ _differentiable = jax.custom_vjp(_resplit, nondiff_argnums=(1, 2, 3))
 """Its gradient goes the way back, which needs no sum of what comes from several devices."""
 _differentiable.defvjp(
     lambda value, source, target, mesh: (_resplit(value, source, target, mesh), None),
-    lambda source, target, mesh, _, gradient: (
-        _resplit(gradient, target, source, mesh),
-    ),
+    lambda source, target, mesh, _, gradient: (_resplit(gradient, target, source, mesh),),
 )
 
 
@@ -349,7 +345,9 @@ def _on_devices(
     operands: Sequence[Spec],
     outputs: Sequence[Spec],
 ) -> Callable[..., list[jax.Array]]:
-    """A function of parts of arrays, run on each device. Along other axes of the mesh there are copies, which are left to the compiler."""
+    """A function of parts of arrays, run on each device. Along other axes of the mesh there are copies, which are left
+    to the compiler.
+    """
     return jax.shard_map(
         function,
         mesh=mesh,
@@ -360,9 +358,7 @@ def _on_devices(
     )
 
 
-def run(
-    eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh
-) -> list[jax.Array]:
+def run(eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh) -> list[jax.Array]:
     """The results of an equation of one of `PRIMITIVES`, computed device by device.
 
     Args:
@@ -382,9 +378,7 @@ def run(
     def on_device(*parts: jax.Array) -> list[jax.Array]:
         fill = _fill(name, parts)
         operands = [
-            _fetched(part, each, boxes_of(shape, spec, sizes), axes, fill)
-            if isinstance(each, Fetch)
-            else part
+            _fetched(part, each, boxes_of(shape, spec, sizes), axes, fill) if isinstance(each, Fetch) else part
             for part, each, shape, spec in zip(parts, exchange.operands, shapes, specs)
         ]
         if name in ("concatenate", "stack"):
@@ -404,10 +398,7 @@ def run(
             sizes_of_slice = map(min, params["slice_sizes"], parts[0].shape)
             params["slice_sizes"] = tuple(sizes_of_slice)
         results = bind(eqn, operands, params)
-        return [
-            _summed(each, *how)
-            for each, how in zip(results, exchange.sums, strict=True)
-        ]
+        return [_summed(each, *how) for each, how in zip(results, exchange.sums, strict=True)]
 
     return _on_devices(on_device, mesh, axes, specs, exchange.outputs)(*values)
 
@@ -417,9 +408,7 @@ def _padding(eqn: Any, fetch: Fetch) -> dict[str, Any]:
     params, padding = eqn.params, fetch.padding
     if eqn.primitive.name == "pad":
         config = zip(padding, params["padding_config"])
-        return {
-            "padding_config": tuple((*ends, inside) for ends, (*_, inside) in config)
-        }
+        return {"padding_config": tuple((*ends, inside) for ends, (*_, inside) in config)}
     if eqn.primitive.name == "conv_general_dilated":
         dims = params["dimension_numbers"].lhs_spec[2:]
         return {"padding": tuple(padding[dim] for dim in dims)}
@@ -440,9 +429,7 @@ def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.A
     return lax.psum(result, terms) if terms else result
 
 
-def _sliced(
-    operands: Sequence[Any], whole: Sequence[int], part: np.ndarray, device: jax.Array
-) -> jax.Array:
+def _sliced(operands: Sequence[Any], whole: Sequence[int], part: np.ndarray, device: jax.Array) -> jax.Array:
     """A device's part of a slice, where it has all of the operand's dims that are sliced.
 
     Args:
@@ -455,12 +442,8 @@ def _sliced(
     shape = part[0, :, 1] - part[0, :, 0]
     low = jnp.asarray(part[:, :, 0])[device]
     at = [
-        jnp.clip(start, 0, max(have - size, 0)).astype(low.dtype) + first
-        if have > n
-        else jnp.zeros((), low.dtype)
-        for start, have, size, n, first in zip(
-            starts, operand.shape, whole, shape.tolist(), low
-        )
+        jnp.clip(start, 0, max(have - size, 0)).astype(low.dtype) + first if have > n else jnp.zeros((), low.dtype)
+        for start, have, size, n, first in zip(starts, operand.shape, whole, shape.tolist(), low)
     ]
     return lax.dynamic_slice(operand, at, shape.tolist())
 

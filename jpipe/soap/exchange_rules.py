@@ -50,7 +50,9 @@ def exchange_of(
     axes: Sequence[tuple[str, ...]],
     known: Known,
 ) -> Exchange | None:
-    """The exchange of an equation whose shards read parts of others; None if XLA can do it as well, or no exchange can."""
+    """The exchange of an equation whose shards read parts of others; None if XLA can do it as well, or no exchange
+    can.
+    """
     equation = member.equation
     if known.in_stages or equation.primitive not in PRIMITIVES:
         return None
@@ -58,9 +60,7 @@ def exchange_of(
         return None
     reads = list(zip(equation.inputs, member.reads))
     lies = [
-        known.split_of(member, i)
-        or read_spec(value.shape, access, axes, known.sizes)
-        or ((),) * len(value.shape)
+        known.split_of(member, i) or read_spec(value.shape, access, axes, known.sizes) or ((),) * len(value.shape)
         for i, (value, access) in enumerate(reads)
     ]
     used = {name for spec in (axes, *lies) for names in spec for name in names}
@@ -68,9 +68,7 @@ def exchange_of(
     loops = boxes_of([loop.size for loop in operator.loops], axes, sizes)
     specs = [tiles(value.shape, access, loops, axes, sizes) for value, access in reads]
     detours = [
-        spec is not None
-        and _is_gather(source, spec)
-        and not is_direct(value.shape, source, spec, sizes)
+        spec is not None and _is_gather(source, spec) and not is_direct(value.shape, source, spec, sizes)
         for value, source, spec in zip(equation.inputs, lies, specs)
     ]
     is_exact = None not in specs and not any(detours)
@@ -86,10 +84,7 @@ def exchange_of(
         if part is None:
             return None
         operands.append(part)
-    outputs = [
-        written_spec(operator, value, dims, axes, sizes)
-        for value, dims in zip(equation.outputs, member.writes)
-    ]
+    outputs = [written_spec(operator, value, dims, axes, sizes) for value, dims in zip(equation.outputs, member.writes)]
     return Exchange(
         tuple(sizes),
         tuple(operands),
@@ -98,9 +93,7 @@ def exchange_of(
     )
 
 
-def _window(
-    equation: FlatEquation, access: Access, source: Spec, loops: np.ndarray
-) -> Fetch | None:
+def _window(equation: FlatEquation, access: Access, source: Spec, loops: np.ndarray) -> Fetch | None:
     """The windows of an operand that devices fetch."""
     if equation.primitive == "stack":
         axis = equation.params["axis"]
@@ -116,8 +109,9 @@ def _is_gather(before: Spec, after: Spec) -> bool:
 def _is_left_to_compiler(primitive: str, axes: Sequence[tuple[str, ...]]) -> bool:
     """Whether XLA sends no more than it has to, of an operator whose shards read equal parts.
 
-    It adds up the gradient of an embedding over one axis after the other, and gathers the operand of a slice that several axes split. Of windows
-    with padding, convolutions with groups and a top k it gathers what the gradient needs.
+    It adds up the gradient of an embedding over one axis after the other, and gathers the operand of a slice that
+    several axes split. Of windows with padding, convolutions with groups and a top k it gathers what the gradient
+    needs.
     """
     if primitive in ("gather", "dynamic_slice"):
         return sum(map(len, axes)) < 2

@@ -1,6 +1,7 @@
 """Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations.
 
-Where XLA's partitioner sends more than the strategy implies, devices fetch what they read instead: see `jpipe.soap.exchange`.
+Where XLA's partitioner sends more than the strategy implies, devices fetch what they read instead: see
+`jpipe.soap.exchange`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,9 +38,7 @@ def device_mesh(devices: Sequence | int) -> Mesh:
     """
     if isinstance(devices, int):
         if not 1 <= devices <= len(jax.devices()):
-            raise ValueError(
-                f"a mesh of {devices} devices was asked for, and there are {len(jax.devices())}."
-            )
+            raise ValueError(f"a mesh of {devices} devices was asked for, and there are {len(jax.devices())}.")
         devices = jax.devices()[:devices]
     sizes = factor_axes("device", len(devices))
     grid = np.array(devices).reshape(tuple(sizes.values()))
@@ -54,8 +53,8 @@ def apply(
 ) -> Callable[..., Any]:
     """A function as a strategy splits it.
 
-    The result is differentiated and compiled as any function. Its numbers are those of `function`, but for the order of sums. Weights are
-    split as their first readers want them; `argument_shardings` places them so before the call.
+    The result is differentiated and compiled as any function. Its numbers are those of `function`, but for the order of
+    sums. Weights are split as their first readers want them; `argument_shardings` places them so before the call.
 
     A loop is unrolled where turns are split differently. A function with derivative rules of its own (`jax.custom_jvp`,
     `jax.custom_vjp`) keeps them, and only its arguments and results are constrained.
@@ -64,8 +63,8 @@ def apply(
       function: that `graph` was traced from.
       graph: of `jpipe.soap.trace`, for arguments of the same shapes.
       strategy: a configuration per operator. Each uses the whole mesh.
-      mesh: its axes are left to the compiler. Devices of the strategy are numbered along it, the last axis fastest. `device_mesh` makes
-        one whose axes can split several loops.
+      mesh: its axes are left to the compiler. Devices of the strategy are numbered along it, the last axis fastest.
+        `device_mesh` makes one whose axes can split several loops.
 
     Returns:
       A function of the arguments of `function`.
@@ -106,18 +105,12 @@ def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
 
 
-def argument_shardings(
-    graph: OperatorGraph, strategy: Strategy, mesh: Mesh
-) -> list[NamedSharding]:
+def argument_shardings(graph: OperatorGraph, strategy: Strategy, mesh: Mesh) -> list[NamedSharding]:
     """The shardings of the arguments of the function, flat: each as its first reader splits it."""
-    return [
-        _sharding(mesh, spec) for spec in splits(graph, strategy, mesh.shape).arguments
-    ]
+    return [_sharding(mesh, spec) for spec in splits(graph, strategy, mesh.shape).arguments]
 
 
-def with_splits(
-    function: Callable[..., Any], plan: Plan, mesh: Mesh
-) -> Callable[..., Any]:
+def with_splits(function: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callable[..., Any]:
     """A function whose equations are split.
 
     Args:
@@ -171,9 +164,7 @@ class _Run:
         for number, eqn in enumerate(jaxpr.eqns):
             below = plan.get(number)
             values = [value(v) for v in eqn.invars]
-            seen_views = [
-                None if isinstance(v, core.Literal) else seen.get(v) for v in eqn.invars
-            ]
+            seen_views = [None if isinstance(v, core.Literal) else seen.get(v) for v in eqn.invars]
             outputs = self._equation(eqn, values, below, seen_views)
             env.update(zip(eqn.outvars, outputs))
             if not below and eqn.primitive.name in _VIEWS:
@@ -198,9 +189,7 @@ class _Run:
             spec = step.spec
         return value
 
-    def _operand(
-        self, value: Any, split: EquationSplit, position: int, view: _View | None = None
-    ) -> Any:
+    def _operand(self, value: Any, split: EquationSplit, position: int, view: _View | None = None) -> Any:
         """An operand of an equation, as it reads it."""
         move, after = split.moves[position], split.inputs[position]
         if not move.shapes:
@@ -225,7 +214,9 @@ class _Run:
         plan: Plan,
         views: Mapping[Any, _View | None],
     ) -> dict:
-        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does; `views` are of them."""
+        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does; `views` are of
+        them.
+        """
         moved: dict[Any, Any] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             below = plan.get(number)
@@ -242,16 +233,11 @@ class _Run:
                     moved[v] = self._arguments(inner, *args)[name]
         return {**known, **moved}
 
-    def _equation(
-        self, eqn: Any, values: Sequence, plan: Any, views: Sequence[_View | None]
-    ) -> list:
+    def _equation(self, eqn: Any, values: Sequence, plan: Any, views: Sequence[_View | None]) -> list:
         name = eqn.primitive.name
         if isinstance(plan, EquationSplit):
             _check_same(eqn, plan)
-            values = [
-                self._operand(value, plan, i, view)
-                for i, (value, view) in enumerate(zip(values, views))
-            ]
+            values = [self._operand(value, plan, i, view) for i, (value, view) in enumerate(zip(values, views))]
             if plan.exchange is not None:
                 return exchange.run(eqn, values, plan.exchange, self._mesh)
             outputs = exchange.bind(eqn, values, eqn.params)
@@ -329,8 +315,8 @@ class _Run:
 def _with_early_residuals(eqn: Any) -> Callable[..., list]:
     """An equation whose residuals are computed together with its results.
 
-    XLA's scheduler for TPUs may compute the mask of a ReLU in the backward, and hold the float32 array below it until then, which takes four
-    times as many bytes. A barrier over results and residuals keeps it from that.
+    XLA's scheduler for TPUs may compute the mask of a ReLU in the backward, and hold the float32 array below it until
+    then, which takes four times as many bytes. A barrier over results and residuals keeps it from that.
     """
 
     @jax.custom_jvp
@@ -339,9 +325,7 @@ def _with_early_residuals(eqn: Any) -> Callable[..., list]:
 
     @function.defjvp
     def derivative(values: Sequence, tangents: Sequence) -> tuple:
-        results, linear = jax.linearize(
-            lambda *args: exchange.bind(eqn, args, eqn.params), *values
-        )
+        results, linear = jax.linearize(lambda *args: exchange.bind(eqn, args, eqn.params), *values)
         residuals, tree = jax.tree.flatten(linear)
         results, residuals = lax.optimization_barrier((results, residuals))
         return results, tree.unflatten(residuals)(*tangents)
@@ -358,9 +342,7 @@ def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:
             found.update(zip(eqn.outvars, below.outputs))
         elif below and eqn.primitive.name in CALLS:
             found.update(zip(eqn.outvars, _result_specs(called(eqn)[0], below)))
-    return [
-        None if isinstance(v, core.Literal) else found.get(v) for v in jaxpr.outvars
-    ]
+    return [None if isinstance(v, core.Literal) else found.get(v) for v in jaxpr.outvars]
 
 
 def _check_same(eqn: Any, split: EquationSplit) -> None:
@@ -375,6 +357,7 @@ def _check_same(eqn: Any, split: EquationSplit) -> None:
 
 def _other_function(what: str) -> str:
     return (
-        f"the function has {what} when the graph was traced: function and arguments must be those of the graph. Trace it again for "
+        f"the function has {what} when the graph was traced: function and arguments must be those of the graph. Trace "
+        "it again for "
         "these shapes and dtypes."
     )

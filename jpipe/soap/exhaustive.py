@@ -1,12 +1,13 @@
 """The best strategy of all, by a search of the whole space that leaves out what cannot be better.
 
-Operators are decided in the order of the graph. For decided operators the bound knows shards, transfers, sums and the updates of
-weights. For the others it knows, from each configuration of a decided operator, the shortest way through later operators to the
-end of the forward and back, over all of their configurations and with the transfers between them. It takes no waiting for
-devices into account but the sum of each one's work.
+Operators are decided in the order of the graph. For decided operators the bound knows shards, transfers, sums and the
+updates of weights. For the others it knows, from each configuration of a decided operator, the shortest way through
+later operators to the end of the forward and back, over all of their configurations and with the transfers between
+them. It takes no waiting for devices into account but the sum of each one's work.
 
-On a machine whose devices are all alike, one of the strategies that differ only in the names of devices is looked at. (Rings of at
-least three devices go in the order of the names, so another one may be faster by what waits for one of their links.)
+On a machine whose devices are all alike, one of the strategies that differ only in the names of devices is looked at.
+(Rings of at least three devices go in the order of the names, so another one may be faster by what waits for one of
+their links.)
 """
 
 import dataclasses
@@ -69,14 +70,13 @@ def exhaustive(
     space = Space(graph, machine.num_devices) if space is None else space
     limit = machine.memory_bytes if memory_limit is None else memory_limit
     start = data_parallel(graph, machine.num_devices) if start is None else start
-    simulator = Simulator(
-        graph, machine, costs, start, sync=sync, optimizer_arrays=optimizer_arrays
-    )
+    simulator = Simulator(graph, machine, costs, start, sync=sync, optimizer_arrays=optimizer_arrays)
     branch = _PartialStrategy(simulator, space, limit, max_simulations)
     branch.descend(0)
     if branch.best is None:
         raise ValueError(
-            f"no strategy of the space fits into {limit:.4g} bytes per device. Use more devices, a smaller batch or more memory."
+            f"no strategy of the space fits into {limit:.4g} bytes per device. Use more devices, a smaller batch or "
+            "more memory."
         )
     return Optimum(branch.best, branch.seconds, branch.simulations, branch.left_out)
 
@@ -84,13 +84,12 @@ def exhaustive(
 class _PartialStrategy:
     """The strategies that begin with the configurations decided so far.
 
-    Of each decided operator two lists are kept, with a number per shard: `heads`, when its result can be there at the earliest, and
-    `ways`, seconds from when the gradient of its result is there to the end of the last task that needs it.
+    Of each decided operator two lists are kept, with a number per shard: `heads`, when its result can be there at the
+    earliest, and `ways`, seconds from when the gradient of its result is there to the end of the last task that needs
+    it.
     """
 
-    def __init__(
-        self, simulator: Simulator, space: Space, limit: float, max_simulations: int
-    ):
+    def __init__(self, simulator: Simulator, space: Space, limit: float, max_simulations: int):
         self._simulator, self._space, self._limit = simulator, space, limit
         self._max_simulations = max_simulations
         tasks = self._tasks = simulator.tasks
@@ -102,10 +101,7 @@ class _PartialStrategy:
         self.simulations = self.left_out = 0
         num, num_devices = len(graph.operators), tasks.machine.num_devices
         self._choices = [space.configs(i) for i in range(num)]
-        self._updates = [
-            {c: _update_loads(tasks, i, c) for c in choices}
-            for i, choices in enumerate(self._choices)
-        ]
+        self._updates = [{c: _update_loads(tasks, i, c) for c in choices} for i, choices in enumerate(self._choices)]
         work = [
             min(
                 sum(tasks.shards.seconds(i, c.degrees)) * len(c.devices)
@@ -120,11 +116,7 @@ class _PartialStrategy:
             self._edges[target].append(number)
         machine = tasks.machine
         levels = [each for each in machine.levels if each.size > 1]
-        self._equal_devices = (
-            len(levels) <= 1
-            and not machine.links
-            and not any(each.shared for each in levels)
-        )
+        self._equal_devices = len(levels) <= 1 and not machine.links and not any(each.shared for each in levels)
         self._known_sums: dict[tuple[int, Config], tuple[list[float], list[float]]] = {}
         self._tails = self._shortest_tails()
         self._chosen: list[Config] = []
@@ -134,8 +126,8 @@ class _PartialStrategy:
         self._load = [0.0] * tasks.routes.num_resources
 
     def _shortest_tails(self) -> list[dict[Config, float]]:
-        """Of each operator and configuration, seconds that pass at least from the end of any shard's forward to the start of some
-        shard's backward, or to the end of the step if the operator has no backward.
+        """Of each operator and configuration, seconds that pass at least from the end of any shard's forward to the
+        start of some shard's backward, or to the end of the step if the operator has no backward.
         """
         graph, tasks = self._graph, self._tasks
         tails = [dict.fromkeys(choices, 0.0) for choices in self._choices]
@@ -163,9 +155,7 @@ class _PartialStrategy:
                 tails[source][above] = max(tails[source][above], least)
         return tails
 
-    def _least_transfers(
-        self, number: int, above: Config, below: Config, returns: bool
-    ) -> float:
+    def _least_transfers(self, number: int, above: Config, below: Config, returns: bool) -> float:
         """Lower bound on the seconds of the transfers along an edge, there and back: those of the fastest shard."""
         if above.devices == below.devices and above.degrees == below.degrees:
             return 0.0
@@ -178,14 +168,12 @@ class _PartialStrategy:
             if start != end:
                 last[a] = max(last[a], tasks.routes.message(start, end, num_bytes)[1])
                 if returns:
-                    back[b] = max(
-                        back[b], tasks.routes.message(end, start, num_bytes)[1]
-                    )
+                    back[b] = max(back[b], tasks.routes.message(end, start, num_bytes)[1])
         return min(last) + min(back)
 
     def _sums(self, operator: int, config: Config) -> tuple[list[float], list[float]]:
-        """Per shard, seconds from the end of its forward to that of the last sum that needs it; and from the gradient of the sum
-        that it owns to the last shard that has it. Zero where an output is no sum.
+        """Per shard, seconds from the end of its forward to that of the last sum that needs it; and from the gradient
+        of the sum that it owns to the last shard that has it. Zero where an output is no sum.
         """
         key = operator, config
         if key not in self._known_sums:
@@ -193,9 +181,7 @@ class _PartialStrategy:
             per_output = []
             for tensor in self._graph.operators[operator].outputs:
                 there, back = [0.0] * count, [0.0] * count
-                for owner, shards, num_bytes in tasks.shards.sums(
-                    operator, tensor, config.degrees
-                ):
+                for owner, shards, num_bytes in tasks.shards.sums(operator, tensor, config.degrees):
                     add = tasks.costs.add_seconds(num_bytes, len(shards))
                     for shard in shards:
                         ends = config.devices[shard], config.devices[owner]
@@ -232,7 +218,9 @@ class _PartialStrategy:
             self._take_back(loads)
 
     def _different(self, operator: int) -> Iterator[Config]:
-        """Its configurations; of those that differ only in the names of equal devices that nothing uses yet, the first."""
+        """Its configurations; of those that differ only in the names of equal devices that nothing uses yet, the
+        first.
+        """
         used = {device for config in self._chosen for device in config.devices}
         seen = set()
         for config in self._choices[operator]:
@@ -240,10 +228,7 @@ class _PartialStrategy:
                 names: dict[int, int] = {}
                 key = (
                     config.degrees,
-                    tuple(
-                        d if d in used else -1 - names.setdefault(d, len(names))
-                        for d in config.devices
-                    ),
+                    tuple(d if d in used else -1 - names.setdefault(d, len(names)) for d in config.devices),
                 )
                 if key in seen:
                     continue
@@ -275,20 +260,14 @@ class _PartialStrategy:
             source, _, _ = graph.edges[number]
             above = self._chosen[source]
             returns = tasks.shards.gradient_returns(number)
-            for a, b, num_bytes in tasks.shards.edge_pairs(
-                number, above.degrees, config.degrees
-            ):
+            for a, b, num_bytes in tasks.shards.edge_pairs(number, above.degrees, config.degrees):
                 there = back = 0.0
                 from_device, to_device = above.devices[a], config.devices[b]
                 if from_device != to_device:
-                    link, there = tasks.routes.message(
-                        from_device, to_device, num_bytes
-                    )
+                    link, there = tasks.routes.message(from_device, to_device, num_bytes)
                     loads.append((link, there))
                     if returns:
-                        link, back = tasks.routes.message(
-                            to_device, from_device, num_bytes
-                        )
+                        link, back = tasks.routes.message(to_device, from_device, num_bytes)
                         loads.append((link, back))
                 heads[b] = max(heads[b], self._heads[source][a] + there)
                 if returns:
@@ -303,16 +282,14 @@ class _PartialStrategy:
             self._load[resource] += seconds
         return loads
 
-    def _after_sums(
-        self, operator: int, config: Config, times: list[float], backward: bool
-    ) -> list[float]:
-        """Returns the times at which results are there, given the ends of the shards' forwards; for gradients in reverse."""
+    def _after_sums(self, operator: int, config: Config, times: list[float], backward: bool) -> list[float]:
+        """Returns the times at which results are there, given the ends of the shards' forwards; for gradients in
+        reverse.
+        """
         tasks, found = self._tasks, []
         for tensor in self._graph.operators[operator].outputs:
             result = list(times)
-            for owner, shards, num_bytes in tasks.shards.sums(
-                operator, tensor, config.degrees
-            ):
+            for owner, shards, num_bytes in tasks.shards.sums(operator, tensor, config.degrees):
                 result[owner] = 0.0
                 for shard in shards:
                     ends = config.devices[shard], config.devices[owner]
@@ -340,7 +317,8 @@ class _PartialStrategy:
         self.simulations += 1
         if self.simulations > self._max_simulations:
             raise RuntimeError(
-                f"the exhaustive search gave up after {self._max_simulations} simulations: the space has {self._space.size:.3g} "
+                f"the exhaustive search gave up after {self._max_simulations} simulations: the space has "
+                f"{self._space.size:.3g} "
                 "strategies. Use `search`, a smaller space, or a better `start`."
             )
         simulator = self._simulator
@@ -352,9 +330,7 @@ class _PartialStrategy:
         if not changed:
             return
         last = changed[-1]
-        seconds = simulator.try_change(
-            last, self._chosen[last], self.seconds, self._limit
-        )
+        seconds = simulator.try_change(last, self._chosen[last], self.seconds, self._limit)
         if seconds < self.seconds:
             simulator.keep()
             self.best, self.seconds = simulator.strategy, seconds
@@ -362,14 +338,12 @@ class _PartialStrategy:
             simulator.undo()
 
 
-def _update_loads(
-    tasks: Tasks, operator: int, config: Config
-) -> tuple[list[tuple[int, float]], list[float]]:
+def _update_loads(tasks: Tasks, operator: int, config: Config) -> tuple[list[tuple[int, float]], list[float]]:
     """Loads and delays after the backward of an operator, for the weights that no other operator reads.
 
     Returns:
-      `(device or link, seconds)` of updates and messages; and per shard, seconds from the end of its backward to that of the
-      last update that needs it, at least.
+      `(device or link, seconds)` of updates and messages; and per shard, seconds from the end of its backward to that
+      of the last update that needs it, at least.
     """
     graph = tasks.graph
     loads: list[tuple[int, float]] = []

@@ -70,7 +70,8 @@ class FlatEquation:
 Place = tuple[Any, ...]
 """The position of an equation: its number, below the number of the call that it is in.
 
-In the body of a loop `(turn, number of turns)` stands between both. The stack of result `i` of a loop is `("stack", i)` below the loop.
+In the body of a loop `(turn, number of turns)` stands between both. The stack of result `i` of a loop is `("stack", i)`
+below the loop.
 """
 
 
@@ -92,7 +93,8 @@ class FlatProgram:
 def flatten(closed: Any, max_equations: int) -> FlatProgram:
     """Inlines calls and unrolls `scan`.
 
-    A loop that would give more than `max_equations` equations is unrolled into fewer turns, of which each stands for several.
+    A loop that would give more than `max_equations` equations is unrolled into fewer turns, of which each stands for
+    several.
 
     Args:
       closed: a `ClosedJaxpr`.
@@ -107,11 +109,7 @@ def flatten(closed: Any, max_equations: int) -> FlatProgram:
 
 def called(eqn: Any) -> tuple[Any, Sequence]:
     """The jaxpr that an equation calls, and its constants."""
-    inner = next(
-        eqn.params[key]
-        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-        if key in eqn.params
-    )
+    inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
     return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
 
 
@@ -145,9 +143,7 @@ class _Walk:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments))
         for variable, constant in zip(jaxpr.constvars, constants):
             is_value = isinstance(constant, Value)
-            env[variable] = (
-                constant if is_value else _value(variable.aval, constant=True)
-            )
+            env[variable] = constant if is_value else _value(variable.aval, constant=True)
 
         def value(atom: Any) -> Value:
             if isinstance(atom, core.Literal):
@@ -161,9 +157,7 @@ class _Walk:
             env.update(zip(eqn.outvars, results))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _equation(
-        self, eqn: Any, inputs: list[Value], repeats: int, place: Place
-    ) -> list[Value]:
+    def _equation(self, eqn: Any, inputs: list[Value], repeats: int, place: Place) -> list[Value]:
         name = eqn.primitive.name
         if name in CALLS:
             first = len(self.equations)
@@ -189,17 +183,13 @@ class _Walk:
         )
         return outputs
 
-    def _scan(
-        self, eqn: Any, inputs: list[Value], repeats: int, place: Place
-    ) -> list[Value]:
+    def _scan(self, eqn: Any, inputs: list[Value], repeats: int, place: Place) -> list[Value]:
         body, length = eqn.params["jaxpr"], int(eqn.params["length"])
         num_consts, num_carry = loop_counts(eqn.params)
         consts, carry = inputs[:num_consts], inputs[num_consts:][:num_carry]
         xs = inputs[num_consts + num_carry :]
         most = max(self.max_equations // max(_count(body.jaxpr), 1), 1)
-        turns = max(
-            (d for d in range(1, min(most, length) + 1) if length % d == 0), default=0
-        )
+        turns = max((d for d in range(1, min(most, length) + 1) if length % d == 0), default=0)
         each = length // turns if turns else 0
         stacked: list[list[Value]] = [[] for _ in eqn.outvars[num_carry:]]
         order = range(turns)[::-1] if eqn.params["reverse"] else range(turns)
@@ -238,15 +228,11 @@ class _Walk:
         self.equations.append(FlatEquation("view", [x], [output], params, repeats))
         return output
 
-    def _stack(
-        self, values: list[Value], each: int, aval: Any, repeats: int, place: Place
-    ) -> Value:
+    def _stack(self, values: list[Value], each: int, aval: Any, repeats: int, place: Place) -> Value:
         constant = all(value.constant for value in values)
         output = _value(aval, constant=constant)
         params = {"each": each}
-        self.equations.append(
-            FlatEquation("stack_turns", values, [output], params, repeats, place=place)
-        )
+        self.equations.append(FlatEquation("stack_turns", values, [output], params, repeats, place=place))
         return output
 
 

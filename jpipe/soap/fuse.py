@@ -1,7 +1,7 @@
 """Runs of elementwise equations, which are one operator each.
 
-A run may hold statistics of rows, as softmax and layer norm need them: a reduction over the last dim of an array that a later
-elementwise equation reads too. The loop of that dim cannot be split then.
+A run may hold statistics of rows, as softmax and layer norm need them: a reduction over the last dim of an array that a
+later elementwise equation reads too. The loop of that dim cannot be split then.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Group:
       equations: positions in the program, in order.
       is_run: whether further elementwise equations may join.
       sizes, can_split: of each loop, in runs.
-      dims: value -> the loop of each of its dims, or None for dims of size 1, in runs. Beside the values that the run computes, it has
-        those of which it computes statistics.
+      dims: value -> the loop of each of its dims, or None for dims of size 1, in runs. Beside the values that the run
+        computes, it has those of which it computes statistics.
       rows: value -> the loop over which it is a statistic.
     """
 
@@ -49,9 +49,7 @@ class Fusion:
       groups: equations that become one operator, in an order in which they can run.
     """
 
-    def __init__(
-        self, equations: Sequence[FlatEquation], refs: Refs, results: Sequence[Value]
-    ):
+    def __init__(self, equations: Sequence[FlatEquation], refs: Refs, results: Sequence[Value]):
         self._equations = equations
         self._refs = refs
         self._group_of: dict[Value, Group] = {}
@@ -99,11 +97,7 @@ class Fusion:
         if equation.primitive not in ELEMENTWISE:
             return None
         sources = self._sources(i)
-        runs = {
-            id(run): run
-            for base, _ in sources
-            if (run := self._group_of.get(base)) is not None and run.is_run
-        }
+        runs = {id(run): run for base, _ in sources if (run := self._group_of.get(base)) is not None and run.is_run}
         # Runs with most loops first: others can be taken into them.
         candidates = sorted(runs.values(), key=lambda run: -len(run.sizes))
         chosen: Group | None = None
@@ -153,8 +147,7 @@ class Fusion:
             return None
         row = dims[-1]
         again = any(
-            i < reader < len(self._equations)
-            and self._equations[reader].primitive in ELEMENTWISE
+            i < reader < len(self._equations) and self._equations[reader].primitive in ELEMENTWISE
             for value, loops in run.dims.items()
             if row in loops
             for reader in self.readers.get(value, ())
@@ -228,9 +221,7 @@ class Fusion:
                     stack.append(before)
         return True
 
-    def _merge(
-        self, run: Group, other: Group, loops: dict[int, int], mine: dict[int, int]
-    ) -> None:
+    def _merge(self, run: Group, other: Group, loops: dict[int, int], mine: dict[int, int]) -> None:
         """Takes `other` into `run`; `loops` and `mine` are their loops of one equation's dims."""
         renamed: dict[int, int] = {}
         for d, loop in mine.items():
@@ -255,9 +246,7 @@ class Fusion:
     def _in_order(self, groups) -> list[Group]:
         """The groups, each after those that it reads, otherwise in the order of the program."""
         alive = {id(self._group_of[v]) for e in self._equations for v in e.outputs}
-        waiting = sorted(
-            (g for g in groups if id(g) in alive), key=lambda g: g.equations[0]
-        )
+        waiting = sorted((g for g in groups if id(g) in alive), key=lambda g: g.equations[0])
         done: set[int] = set()
         result: list[Group] = []
 
@@ -289,7 +278,4 @@ def operand_step(group: Group, output: Value, shape: tuple[int, ...]) -> Step:
 
     The operand is a scalar, or has the shape of the output but for dims of size 1, which are repeated.
     """
-    return tuple(
-        DimMap(size, loop if size > 1 else None)
-        for size, loop in zip(shape, group.dims[output])
-    )
+    return tuple(DimMap(size, loop if size > 1 else None) for size, loop in zip(shape, group.dims[output]))

@@ -1,7 +1,8 @@
 """The operator graph: what a strategy splits, without JAX.
 
-An operator is a nest of loops, as an einsum is: a matrix product has a loop per row, per column and per term of the sum. Every dim of what it
-reads and writes follows loops. To split an operator is to give each loop a degree; a shard is one part of every loop.
+An operator is a nest of loops, as an einsum is: a matrix product has a loop per row, per column and per term of the
+sum. Every dim of what it reads and writes follows loops. To split an operator is to give each loop a degree; a shard is
+one part of every loop.
 """
 
 import dataclasses
@@ -29,8 +30,8 @@ class Loop:
 
     Attributes:
       size: number of turns.
-      kind: "S" if it runs over the samples of a batch; "P" if it splits a weight, "A" if not; "R" if it is not a dim of the
-        output, so that shards hold partial results, which have to be added up.
+      kind: "S" if it runs over the samples of a batch; "P" if it splits a weight, "A" if not; "R" if it is not a dim of
+        the output, so that shards hold partial results, which have to be added up.
       samples: whether it runs over samples, which a loop of kind "R" may do too.
       can_split: whether it may have a degree above 1.
     """
@@ -53,7 +54,8 @@ class Tensor:
       weight: name of the weight; None if it is none.
       has_gradient: whether the backward computes its gradient.
       samples: per dim, whether it counts samples.
-      kept_for: the first operator whose backward reads it, or computes again from it what it reads; None: no backward does.
+      kept_for: the first operator whose backward reads it, or computes again from it what it reads; None: no backward
+      does.
     """
 
     shape: tuple[int, ...]
@@ -168,15 +170,13 @@ class OperatorGraph:
     @functools.cached_property
     def is_chain(self) -> bool:
         """Whether every operator reads what the one before wrote, and nothing older."""
-        return all(source == i - 1 for source, i, _ in self.edges) and len(
-            {i for _, i, _ in self.edges}
-        ) == max(len(self.operators) - 1, 0)
+        return all(source == i - 1 for source, i, _ in self.edges) and len({i for _, i, _ in self.edges}) == max(
+            len(self.operators) - 1, 0
+        )
 
     def weights_of(self, operator: int) -> list[str]:
         """Names of the weights that an operator reads."""
-        tensors = [
-            self.tensors[each.tensor] for each in self.operators[operator].inputs
-        ]
+        tensors = [self.tensors[each.tensor] for each in self.operators[operator].inputs]
         return [each.weight for each in tensors if each.weight is not None]
 
     @functools.cached_property
@@ -215,17 +215,9 @@ def with_kinds(
     return tuple(
         Loop(
             size,
-            REDUCTION
-            if not inside
-            else SAMPLE
-            if sample
-            else PARAMETER
-            if weight
-            else ATTRIBUTE,
+            REDUCTION if not inside else SAMPLE if sample else PARAMETER if weight else ATTRIBUTE,
             sample,
             splits and size > 1,
         )
-        for size, inside, splits, sample, weight in zip(
-            sizes, in_output, can_split, samples, splits_weight
-        )
+        for size, inside, splits, sample, weight in zip(sizes, in_output, can_split, samples, splits_weight)
     )

@@ -1,4 +1,6 @@
-"""Counts the bytes that each device holds at a time, for the blocks of a task graph; `jpipe.soap.lifetimes` has the times."""
+"""Counts the bytes that each device holds at a time, for the blocks of a task graph; `jpipe.soap.lifetimes` has the
+times.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -139,7 +141,8 @@ class Holdings:
     def _input(self, number: int, position: int, config: Config) -> list[Held]:
         """The parts of an input of the function are held for the whole step.
 
-        Where shards read parts of each other's, every device has all that is read, and a shard takes its part out of it.
+        Where shards read parts of each other's, every device has all that is read, and a shard takes its part out of
+        it.
         """
         tensor = self._graph.operators[number].inputs[position].tensor
         item_bytes = self._graph.tensors[tensor].item_bytes
@@ -165,9 +168,9 @@ class Holdings:
     ) -> list[Held]:
         """The arrays of devices that read parts of other devices.
 
-        Such a device has an array of all that it reads, its own part included, in place of the part that it wrote. Its backward
-        computes the gradient by this array before parts of it go back and are added up. A message that is a part of what its sender
-        has is copied out of it, and so held by both ends beside the arrays; one at a time.
+        Such a device has an array of all that it reads, its own part included, in place of the part that it wrote. Its
+        backward computes the gradient by this array before parts of it go back and are added up. A message that is a
+        part of what its sender has is copied out of it, and so held by both ends beside the arrays; one at a time.
 
         Args:
           number: of the edge.
@@ -217,9 +220,7 @@ class Holdings:
             )
         return held
 
-    def weight(
-        self, weight: int, num_bytes: int, devices: Iterable[int]
-    ) -> Iterable[Held]:
+    def weight(self, weight: int, num_bytes: int, devices: Iterable[int]) -> Iterable[Held]:
         """A part of a weight with its optimizer state, and its gradient, on the devices that read it."""
         times = self._lifetimes.weight_gradient(weight)
         for device in devices:

@@ -49,9 +49,7 @@ class LayersGraph(NamedTuple):
     graph: OperatorGraph
     num_parameters: Sequence[int]
 
-    def splits(
-        self, strategy: Sequence[Config], sizes: Mapping[str, int]
-    ) -> list[LayerSplit]:
+    def splits(self, strategy: Sequence[Config], sizes: Mapping[str, int]) -> list[LayerSplit]:
         """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
         split = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
@@ -83,8 +81,8 @@ def layers_graph(
       batch: abstract arrays: a whole batch, or a microbatch as each device of a pipeline gets it.
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
       key_impl: implementation of the random keys; None is JAX's default.
-      evaluated: whether the layers run as in evaluation: nothing is dropped, and batch norm uses its running statistics.
-        Otherwise it uses those of the whole batch, which devices have to add up.
+      evaluated: whether the layers run as in evaluation: nothing is dropped, and batch norm uses its running
+        statistics. Otherwise it uses those of the whole batch, which devices have to add up.
       options: of `jpipe.soap.trace`.
     """
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
@@ -149,13 +147,11 @@ class StoredStrategy:
         """Reads how the strategy splits each layer over the axes of a mesh. See `jpipe.layers.layer_split.Strategy`.
 
         Raises:
-          ValueError: if the file holds no strategy, it is one of another model, microbatch or number of devices, or it does
-            not fit the mesh.
+          ValueError: if the file holds no strategy, it is one of another model, microbatch or number of devices, or it
+            does not fit the mesh.
           OSError: if the file cannot be read.
         """
-        traced = layers_graph(
-            layers, loss, microbatch, compute_dtype=compute_dtype, key_impl=key_impl
-        )
+        traced = layers_graph(layers, loss, microbatch, compute_dtype=compute_dtype, key_impl=key_impl)
         num_devices = math.prod(sizes.values())
         try:
             strategy = load_strategy(self.path, traced.graph, num_devices)

@@ -1,22 +1,24 @@
 """The lifetimes of arrays on devices in a step, for the most memory that a device needs at a time.
 
-An operator that reads parts of other devices gets an array of all that it reads, its own part included. From then on it is the one that is
-kept, if no other backward reads the writer's. Its backward computes the gradient by the whole array, before parts of it are sent back and
-added up. XLA's programs hold these arrays: for a product of 8,192 x 8,192 numbers split in four columns, an all-gather of all of them, in the
-backward a product of the same shape, and the reduce-scatter of that.
+An operator that reads parts of other devices gets an array of all that it reads, its own part included. From then on it
+is the one that is kept, if no other backward reads the writer's. Its backward computes the gradient by the whole array,
+before parts of it are sent back and added up. XLA's programs hold these arrays: for a product of 8,192 x 8,192 numbers
+split in four columns, an all-gather of all of them, in the backward a product of the same shape, and the reduce-scatter
+of that.
 
 Facts of the machine and its compiler change what is held, and are stated by `jpipe.soap.Machine`:
 
-- `product_item_bytes`: TPUs multiply float32 arrays as bfloat16. The compiler writes an array as bfloat16 if products alone read it, and rounds
-  what they receive before it gathers it (`bf16[8192,8192] all-gather` where the program has float32). So both take 2 bytes per
-  element. Gradients stay float32.
-- `on_chip_bytes`: the compiler leaves arrays that the next operator uses up in the on-chip memory (layouts with `S(1)`), as far as
-  they fit, but for messages and arrays of whose parts messages consist. Inputs of the function are copied there from the start of the step to their
-  last use (`cross_program_prefetch`), and take room from the others.
+- `product_item_bytes`: TPUs multiply float32 arrays as bfloat16. The compiler writes an array as bfloat16 if products
+  alone read it, and rounds what they receive before it gathers it (`bf16[8192,8192] all-gather` where the program has
+  float32). So both take 2 bytes per element. Gradients stay float32.
+- `on_chip_bytes`: the compiler leaves arrays that the next operator uses up in the on-chip memory (layouts with
+  `S(1)`), as far as they fit, but for messages and arrays of whose parts messages consist. Inputs of the function are
+  copied there from the start of the step to their last use (`cross_program_prefetch`), and take room from the others.
 
-What is not known before compiling: the bytes of fragments, how many operators later XLA's scheduler computes the gradient by a weight (it holds
-what that reads until then), and whether a mask is written at once, or later from the float32 array below it.
-`jpipe.soap.apply` has masks written at once where a function has a derivative rule of its own, as `jax.nn.relu` has.
+What is not known before compiling: the bytes of fragments, how many operators later XLA's scheduler computes the
+gradient by a weight (it holds what that reads until then), and whether a mask is written at once, or later from the
+float32 array below it. `jpipe.soap.apply` has masks written at once where a function has a derivative rule of its own,
+as `jax.nn.relu` has.
 """
 
 from collections.abc import Iterable
@@ -27,12 +29,13 @@ from jpipe.soap.graph import PRODUCTS, OperatorGraph
 class Lifetimes:
     """The lifetimes of arrays on a device, by positions in the order of the step.
 
-    The forwards of n operators are at 0 to n - 1, and the backwards follow in reverse order, at n to 2 n - 1. The updates are at
-    2 n, after all backwards, as with a clipping of gradients.
+    The forwards of n operators are at 0 to n - 1, and the backwards follow in reverse order, at n to 2 n - 1. The
+    updates are at 2 n, after all backwards, as with a clipping of gradients.
 
     Attributes:
       end: the position of the updates.
-      read_by_products: numbers of the tensors that operators write and products alone read, of all forwards and derivatives.
+      read_by_products: numbers of the tensors that operators write and products alone read, of all forwards and
+      derivatives.
     """
 
     def __init__(self, graph: OperatorGraph):
@@ -59,7 +62,8 @@ class Lifetimes:
         return self.end - 1 - operator
 
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
-        """Lifetime of an operator's result: from its forward to its last reader, or to the backward for which it is kept.
+        """Lifetime of an operator's result: from its forward to its last reader, or to the backward for which it is
+        kept.
 
         An elementwise operator that reads it last writes its own result to the same place.
         """
@@ -79,15 +83,18 @@ class Lifetimes:
         return operator, operator
 
     def input(self, reader: int) -> tuple[int, int]:
-        """Returns the last position at which an input of the function is held, and the last one at which its first reader needs it."""
+        """Returns the last position at which an input of the function is held, and the last one at which its first
+        reader needs it.
+        """
         has_backward = self._graph.operators[reader].has_backward
         return self.end, self.backward(reader) if has_backward else reader
 
     def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
-        """The part of the lifetime `value` in which a reader's own array takes the place of the writer's; None if it never does.
+        """The part of the lifetime `value` in which a reader's own array takes the place of the writer's; None if it
+        never does.
 
-        The reader's array, which is put together of parts from several devices, is the one that its backward reads. If no other
-        backward reads the writer's array, it is there until its last reader.
+        The reader's array, which is put together of parts from several devices, is the one that its backward reads. If
+        no other backward reads the writer's array, it is there until its last reader.
         """
         operators = self._graph.operators
         tensor = operators[reader].inputs[position].tensor
@@ -106,9 +113,11 @@ class Lifetimes:
         return max(self._readers[tensor]) + 1, self.backward(reader)
 
     def gradient(self, operator: int, tensor: int) -> tuple[int, int] | None:
-        """Lifetime of the gradient by a result: from the first backward that adds to it to the one that reads it; None without a gradient.
+        """Lifetime of the gradient by a result: from the first backward that adds to it to the one that reads it; None
+        without a gradient.
 
-        The gradient by a result of the whole function is there for the backward that reads it. An elementwise backward writes its results to the place of what it reads, which is therefore not held beside them.
+        The gradient by a result of the whole function is there for the backward that reads it. An elementwise backward
+        writes its results to the place of what it reads, which is therefore not held beside them.
         """
         readers = self._readers.get(tensor, [operator])
         differentiated = self._differentiated(readers)

@@ -22,8 +22,8 @@ class Level:
       size: how many groups of the level below (devices, at the lowest) are in one group.
       bandwidth: bytes per second of a link between two of them, in one direction.
       latency: seconds of an empty message.
-      shared: whether all messages that leave a group of the level below queue for one link, such as the network card of a
-        server. Otherwise every pair has its own link in each direction.
+      shared: whether all messages that leave a group of the level below queue for one link, such as the network card of
+        a server. Otherwise every pair has its own link in each direction.
     """
 
     size: int
@@ -55,12 +55,12 @@ class Machine:
       memory_bytes: memory of a device.
       links: links between two devices that differ from those of the hierarchy.
       device_kind: name of the device.
-      product_item_bytes: bytes per element to which products round what they read, as TPUs do with float32 (2, unless a precision is
-        asked for); None: they do not. It changes the memory, not the bytes that are sent.
+      product_item_bytes: bytes per element to which products round what they read, as TPUs do with float32 (2, unless a
+        precision is asked for); None: they do not. It changes the memory, not the bytes that are sent.
       on_chip_bytes: of a memory beside `memory_bytes` in which the compiler leaves arrays that are used up at once; see
         `jpipe.soap.lifetimes`. 0 where hardware alone manages it, as the caches of GPUs.
-      overlap: whether a device computes while it receives. If not, as in XLA's programs for CPUs, a message takes its seconds from the
-        device that receives it.
+      overlap: whether a device computes while it receives. If not, as in XLA's programs for CPUs, a message takes its
+        seconds from the device that receives it.
 
     Raises:
       ValueError: if a size, rate or time cannot be, or a link is dead.
@@ -88,41 +88,27 @@ class Machine:
             raise ValueError("`levels` must have at least one level, got none.")
         for i, level in enumerate(self.levels):
             if not (isinstance(level.size, int) and level.size >= 1):
-                raise ValueError(
-                    f"`size` of level {i} must be a whole number of at least 1, got {shown(level.size)}."
-                )
+                raise ValueError(f"`size` of level {i} must be a whole number of at least 1, got {shown(level.size)}.")
             _check_link(f"level {i}", level.bandwidth, level.latency)
         for name in ("flops", "memory_bandwidth", "memory_bytes"):
             if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"`{name}` must be above 0, got {getattr(self, name)}: with it nothing could run."
-                )
+                raise ValueError(f"`{name}` must be above 0, got {getattr(self, name)}: with it nothing could run.")
         item_bytes = self.product_item_bytes
-        if item_bytes is not None and not (
-            isinstance(item_bytes, int) and item_bytes >= 1
-        ):
+        if item_bytes is not None and not (isinstance(item_bytes, int) and item_bytes >= 1):
             raise ValueError(
                 f"`product_item_bytes` must be a whole number of at least 1, or None, got {shown(item_bytes)}."
             )
         if not (isinstance(self.on_chip_bytes, int) and self.on_chip_bytes >= 0):
-            raise ValueError(
-                f"`on_chip_bytes` must be a whole number of at least 0, got {shown(self.on_chip_bytes)}."
-            )
+            raise ValueError(f"`on_chip_bytes` must be a whole number of at least 0, got {shown(self.on_chip_bytes)}.")
         if not isinstance(self.overlap, bool):
-            raise ValueError(
-                f"`overlap` must be true or false, got {shown(self.overlap)}."
-            )
+            raise ValueError(f"`overlap` must be true or false, got {shown(self.overlap)}.")
         if not 0 <= self.overhead < math.inf:
-            raise ValueError(
-                f"`overhead` must be seconds, at least 0, got {shown(self.overhead)}."
-            )
+            raise ValueError(f"`overhead` must be seconds, at least 0, got {shown(self.overhead)}.")
         for link in self.links:
             name = f"the link between devices {link.first} and {link.second}"
             for device in (link.first, link.second):
                 if not 0 <= device < self.num_devices:
-                    raise ValueError(
-                        f"{name}: there is no device {device}; the devices are 0..{self.num_devices - 1}."
-                    )
+                    raise ValueError(f"{name}: there is no device {device}; the devices are 0..{self.num_devices - 1}.")
             if link.first == link.second:
                 raise ValueError(f"{name} begins and ends at one device. Remove it.")
             _check_link(name, link.bandwidth, link.latency)
@@ -135,8 +121,8 @@ class Machine:
         """The link that a message takes.
 
         Returns:
-          The link's name, which is the same for messages that queue for one link, its bandwidth in bytes per second and its
-          latency in seconds.
+          The link's name, which is the same for messages that queue for one link, its bandwidth in bytes per second and
+          its latency in seconds.
         """
         for each in self.links:
             if {source, target} == {each.first, each.second}:
@@ -148,9 +134,7 @@ class Machine:
                 name = (i, source // below) if level.shared else (source, target)
                 return name, level.bandwidth, level.latency
             below = group
-        raise ValueError(
-            f"devices must be 0..{self.num_devices - 1}, got {shown(source)} and {target}."
-        )
+        raise ValueError(f"devices must be 0..{self.num_devices - 1}, got {shown(source)} and {target}.")
 
     def message_seconds(self, source: int, target: int, num_bytes: float) -> float:
         """Seconds of a message that does not wait for others."""
@@ -189,34 +173,32 @@ class Machine:
             size = min(level.size, rest)
             if rest % size:
                 raise ValueError(
-                    f"{num_devices} devices do not fill groups of {level.size} of the machine {self.name!r}. Choose a multiple."
+                    f"{num_devices} devices do not fill groups of {level.size} of the machine {self.name!r}. Choose a "
+                    "multiple."
                 )
             levels.append(dataclasses.replace(level, size=size))
             rest //= size
         levels.append(dataclasses.replace(self.levels[-1], size=rest))
-        kept = tuple(
-            link for link in self.links if max(link.first, link.second) < num_devices
-        )
+        kept = tuple(link for link in self.links if max(link.first, link.second) < num_devices)
         return dataclasses.replace(self, levels=tuple(levels), links=kept)
 
 
 def _check_link(name: str, bandwidth: float, latency: float) -> None:
     if not bandwidth > 0:
         raise ValueError(
-            f"{name} is dead: its bandwidth must be bytes per second above 0, got {shown(bandwidth)}. Repair the value, or leave the "
+            f"{name} is dead: its bandwidth must be bytes per second above 0, got {shown(bandwidth)}. Repair the "
+            "value, or leave the "
             "link out."
         )
     if not 0 <= latency < math.inf:
-        raise ValueError(
-            f"{name}: the latency must be seconds, at least 0, got {shown(latency)}."
-        )
+        raise ValueError(f"{name}: the latency must be seconds, at least 0, got {shown(latency)}.")
 
 
 def p100_cluster() -> Machine:
     """4 servers of 4 P100 GPUs: NVLink inside, 100 Gb/s InfiniBand between (FlexFlow, section 8.1).
 
-    Rates are those of the data sheets: 10.6 TFLOPS in float32 and 732 GB/s per GPU, and 20 GB/s of NVLink per pair of GPUs in
-    each direction.
+    Rates are those of the data sheets: 10.6 TFLOPS in float32 and 732 GB/s per GPU, and 20 GB/s of NVLink per pair of
+    GPUs in each direction.
     """
     inside = Level(4, 20 * _GB, 5e-6)
     between = Level(4, 12.5 * _GB, 1e-5, shared=True)
@@ -233,8 +215,8 @@ def p100_cluster() -> Machine:
 def k80_cluster() -> Machine:
     """16 servers of 4 K80 GPUs: PCIe inside, 56 Gb/s InfiniBand between (FlexFlow, section 8.1).
 
-    Rates are those of the data sheets, for one of the two chips of a board: 4.4 TFLOPS in float32 and 240 GB/s. PCIe gives
-    about 12 GB/s; the GPUs of a server share it, so a pair is given 6.
+    Rates are those of the data sheets, for one of the two chips of a board: 4.4 TFLOPS in float32 and 240 GB/s. PCIe
+    gives about 12 GB/s; the GPUs of a server share it, so a pair is given 6.
     """
     inside = Level(4, 6 * _GB, 1e-5)
     between = Level(16, 7 * _GB, 1e-5, shared=True)
@@ -252,9 +234,7 @@ PRESETS = {"k80": k80_cluster, "p100": p100_cluster}
 """Machines by name."""
 
 
-def measured(
-    machine: Any, *, flops: float, memory_bandwidth: float, device_kind: str = "device"
-) -> Machine:
+def measured(machine: Any, *, flops: float, memory_bandwidth: float, device_kind: str = "device") -> Machine:
     """A machine of what `jpipe.plan.measure_machine` measures.
 
     Args:
@@ -269,9 +249,7 @@ def measured(
     levels = [Level(size, min(inner, finite), machine.latency)]
     if machine.num_devices > size:
         if machine.num_devices % size:
-            raise ValueError(
-                f"{machine.num_devices} devices do not fill servers of {size}. Choose a multiple."
-            )
+            raise ValueError(f"{machine.num_devices} devices do not fill servers of {size}. Choose a multiple.")
         servers = machine.num_devices // size
         levels.append(Level(servers, min(outer, finite), machine.latency, True))
     return Machine(
@@ -341,16 +319,10 @@ def _record(kind: type, values: Any, name: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key, value in values.items():
         if key not in fields:
-            raise ValueError(
-                f"{name} has no field {shown(key)}." + did_you_mean(key, fields)
-            )
+            raise ValueError(f"{name} has no field {shown(key)}." + did_you_mean(key, fields))
         if fields[key].type is float and not isinstance(value, int | float):
             raise ValueError(f"`{key}` of {name} must be a number, got {shown(value)}.")
-    missing = [
-        key
-        for key, field in fields.items()
-        if field.default is dataclasses.MISSING and key not in values
-    ]
+    missing = [key for key, field in fields.items() if field.default is dataclasses.MISSING and key not in values]
     if missing:
         raise ValueError(f"{name} lacks {', '.join(f'`{key}`' for key in missing)}.")
     return kind(**values)

@@ -1,6 +1,7 @@
 """Measures the seconds of an operator's shard on devices.
 
-The traced equations of the operator are run with the sizes of the shard. Views (transposes, reshapes, slices) are no part of
+The traced equations of the operator are run with the sizes of the shard. Views (transposes, reshapes, slices) are no
+part of
 it: XLA usually makes them a part of what reads them.
 """
 
@@ -40,9 +41,9 @@ def measure(
 
     All devices run the shard at the same time, as in a training step, because devices may share a memory, and
     fake CPU devices share cores. The launch of the program is not counted. The shard is not repeated in a loop of one
-    program: XLA moves what does not change out of a loop, and compiles gradients of convolutions in a loop to slower code
-    on CPU. Calls take turns with several copies of the function's arguments, because a step reads a weight long after it read it last, and caches
-    have other arrays then.
+    program: XLA moves what does not change out of a loop, and compiles gradients of convolutions in a loop to slower
+    code on CPU. Calls take turns with several copies of the function's arguments, because a step reads a weight long
+    after it read it last, and caches have other arrays then.
 
     Args:
       graph: of `jpipe.soap.trace`.
@@ -60,7 +61,8 @@ def measure(
     each = graph.operators[operator]
     if each.equations is None:
         raise ValueError(
-            f"operator {shown(each.name)} has no equations to measure: the graph was read from a file. Trace the function."
+            f"operator {shown(each.name)} has no equations to measure: the graph was read from a file. Trace the "
+            "function."
         )
     function, values, tensors = local_program(graph, operator, shape)
     rng = np.random.default_rng(0)
@@ -69,11 +71,7 @@ def measure(
     devices = jax.local_devices() if devices is None else devices
     forward = _seconds(function, inputs, cold, devices, num_timings)
     backward = 0.0
-    places = [
-        i
-        for i, t in enumerate(tensors)
-        if t is not None and graph.tensors[t].has_gradient
-    ]
+    places = [i for i, t in enumerate(tensors) if t is not None and graph.tensors[t].has_gradient]
     if each.has_backward and places:
         pull, given, is_cold = _backward(function, inputs, places, cold, rng)
         backward = _seconds(pull, given, is_cold, devices, num_timings)
@@ -157,21 +155,14 @@ def _seconds(
     if cold_bytes:
         num_sets = min(_MOST_COPIES, math.ceil(_CACHE_BYTES / cold_bytes))
     warm = [None if is_cold else place(x) for x, is_cold in zip(inputs, cold)]
-    sets = [
-        [place(x) if w is None else w for x, w in zip(inputs, warm)]
-        for _ in range(num_sets)
-    ]
+    sets = [[place(x) if w is None else w for x, w in zip(inputs, warm)] for _ in range(num_sets)]
 
     def compiled(function: Callable) -> Callable:
         def on_device(*stacked: jax.Array) -> Any:
             results = function(*(x[0] for x in stacked))
             return jax.tree.map(lambda y: y[None], results)
 
-        return jax.jit(
-            jax.shard_map(
-                on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-            )
-        )
+        return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
 
     def launch(*arrays: jax.Array) -> list[jax.Array]:
         return [x.ravel()[:1] for x in arrays]
@@ -184,20 +175,13 @@ def _seconds(
         counts.append(max(1, math.ceil(_LEAST_SECONDS / first)))
     whole, launched = (
         statistics.median(each)
-        for each in zip(
-            *(
-                [_elapsed(p, sets, n) / n for p, n in zip(programs, counts)]
-                for _ in range(num_timings)
-            )
-        )
+        for each in zip(*([_elapsed(p, sets, n) / n for p, n in zip(programs, counts)] for _ in range(num_timings)))
     )
     # The launch of an operator with little work differs from another launch by noise.
     return max(whole - launched, whole / 20)
 
 
-def _elapsed(
-    program: Callable, sets: Sequence[Sequence[jax.Array]], num_calls: int
-) -> float:
+def _elapsed(program: Callable, sets: Sequence[Sequence[jax.Array]], num_calls: int) -> float:
     """Seconds of calls, one after the other, with the sets of inputs in turns."""
     start = time.perf_counter()
     for i in range(num_calls):
@@ -224,8 +208,8 @@ def local_program(
       shape: turns of each loop in the shard.
 
     Returns:
-      A function of arrays to the list of the results of all equations; shapes and dtypes of its inputs; and of each input the
-      number of the graph's tensor that it is or shows, or None.
+      A function of arrays to the list of the results of all equations; shapes and dtypes of its inputs; and of each
+      input the number of the graph's tensor that it is or shows, or None.
     """
     members: list[Member] = graph.operators[number].equations
     box = tuple((0, n) for n in shape)
@@ -268,9 +252,7 @@ def local_program(
     return run, values, [numbers[value] for value in inputs]
 
 
-def _shown(
-    array: jax.Array, dims: list[int | None], sizes: tuple[int, ...]
-) -> jax.Array:
+def _shown(array: jax.Array, dims: list[int | None], sizes: tuple[int, ...]) -> jax.Array:
     """An array whose dims become `dims` of a larger one, repeated along the others."""
     kept = [(d, n) for d, n in zip(dims, array.shape) if d is not None]
     places = sorted(range(len(kept)), key=lambda i: kept[i][0])
@@ -281,9 +263,7 @@ def _shown(
     return jnp.broadcast_to(turned.reshape(spread), sizes)
 
 
-def _bind(
-    equation: FlatEquation, given: list, sizes_of: list[tuple[int, ...]]
-) -> list[jax.Array]:
+def _bind(equation: FlatEquation, given: list, sizes_of: list[tuple[int, ...]]) -> list[jax.Array]:
     """Runs a primitive with the parameters that fit the sizes."""
     name, params, sizes = equation.primitive, dict(equation.params), sizes_of[0]
     if name == "dot_general":
@@ -299,9 +279,7 @@ def _bind(
     elif name == "conv_general_dilated":
         dims = params["dimension_numbers"]
         image, kernel = given
-        params["feature_group_count"] = (
-            image.shape[dims.lhs_spec[1]] // kernel.shape[dims.rhs_spec[1]]
-        )
+        params["feature_group_count"] = image.shape[dims.lhs_spec[1]] // kernel.shape[dims.rhs_spec[1]]
         params["padding"] = tuple(
             _padding(
                 low=low,
@@ -330,9 +308,7 @@ def _bind(
         )
     elif name == "pad":
         config = []
-        for n, size, (low, _, inside) in zip(
-            given[0].shape, sizes, params["padding_config"]
-        ):
+        for n, size, (low, _, inside) in zip(given[0].shape, sizes, params["padding_config"]):
             spread = (n - 1) * (inside + 1) + 1 if n else 0
             config.append((low, size - low - spread, inside))
         params["padding_config"] = tuple(config)

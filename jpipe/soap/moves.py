@@ -1,9 +1,10 @@
 """The way from one split of an array to another in steps that send no more than they have to.
 
-Where a constraint moves the axes of one dim to two other dims, or the reverse, XLA (jaxlib 0.10.2) uses no all-to-all: it gathers the array
-whole on every device and slices it. So an array is first sliced along all axes that are new, which sends nothing. Then devices fetch from
-each other what they have in a split by all axes, old and new, and at last gather along those that are not wanted. Only a move of axes from the
-end of one dim to the end of one other is left to XLA, as an all-to-all.
+Where a constraint moves the axes of one dim to two other dims, or the reverse, XLA (jaxlib 0.10.2) uses no all-to-all:
+it gathers the array whole on every device and slices it. So an array is first sliced along all axes that are new, which
+sends nothing. Then devices fetch from each other what they have in a split by all axes, old and new, and at last gather
+along those that are not wanted. Only a move of axes from the end of one dim to the end of one other is left to XLA, as
+an all-to-all.
 """
 
 import functools
@@ -22,14 +23,10 @@ Spec = tuple[tuple[str, ...], ...]
 
 def as_entries(spec: Spec) -> tuple:
     """A spec as the entries of a `PartitionSpec`: an axis, several, or None."""
-    return tuple(
-        names[0] if len(names) == 1 else (tuple(names) or None) for names in spec
-    )
+    return tuple(names[0] if len(names) == 1 else (tuple(names) or None) for names in spec)
 
 
-def boxes_of(
-    shape: Sequence[int], spec: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> np.ndarray:
+def boxes_of(shape: Sequence[int], spec: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> np.ndarray:
     """`[devices, rank, 2]`, the part of an array that each device has, in the order of the mesh."""
     count = math.prod(sizes.values())
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), count)
@@ -65,7 +62,8 @@ def steps_between(
     *,
     by_compiler: bool = True,
 ) -> tuple[Step, ...]:
-    """The steps from one split of an array to another: slices, one exchange, and gathers, so that the exchange sends as little as possible.
+    """The steps from one split of an array to another: slices, one exchange, and gathers, so that the exchange sends as
+    little as possible.
 
     Args:
       shape: of the array.
@@ -74,7 +72,8 @@ def steps_between(
       by_compiler: whether exchanges that the compiler does as an all-to-all are left to it.
 
     Returns:
-      Nothing where the compiler goes to `target` in one step that sends no more, or the array is too small for such steps.
+      Nothing where the compiler goes to `target` in one step that sends no more, or the array is too small for such
+      steps.
 
     Example:
       >>> sizes = {"a": 2, "b": 2}
@@ -116,9 +115,7 @@ def _steps(
     return tuple(steps) if len(steps) > 1 or any(s.is_fetched for s in steps) else ()
 
 
-def _with_axes(
-    shape: Sequence[int], spec: Spec, names: Sequence[str], sizes: Mapping[str, int]
-) -> Iterator[Spec]:
+def _with_axes(shape: Sequence[int], spec: Spec, names: Sequence[str], sizes: Mapping[str, int]) -> Iterator[Spec]:
     """All splits with more axes, each at the end of a dim that it divides evenly."""
     if not names:
         yield spec
@@ -131,9 +128,7 @@ def _with_axes(
             yield from _with_axes(shape, more, others, sizes)
 
 
-def _sent(
-    shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
-) -> int:
+def _sent(shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]) -> int:
     """Elements of an array that all devices get from others to split it in another way."""
     has, wanted = (boxes_of(shape, spec, sizes) for spec in (source, target))
     needed = (wanted[:, :, 1] - wanted[:, :, 0]).prod(axis=1).sum()
@@ -164,7 +159,4 @@ def _is_all_to_all(before: Spec, after: Spec) -> bool:
         return False
     taken, given = sorted(changed, key=lambda dim: len(after[dim]) - len(before[dim]))
     moved = before[taken][len(after[taken]) :]
-    return (
-        before[taken][: len(after[taken])] == after[taken]
-        and (*before[given], *moved) == after[given]
-    )
+    return before[taken][: len(after[taken])] == after[taken] and (*before[given], *moved) == after[given]

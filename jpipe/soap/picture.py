@@ -56,9 +56,7 @@ def save_timeline(
 
     kinds = kinds_of_tasks(tasks)
     num_devices = tasks.machine.num_devices
-    links = sorted(
-        {d for d in map(tasks.device.__getitem__, kinds) if d >= num_devices}
-    )
+    links = sorted({d for d in map(tasks.device.__getitem__, kinds) if d >= num_devices})
     rows = {d: row for row, d in enumerate([*range(num_devices), *links])}
     height = 1.2 + 0.22 * len(rows)
     figure = Figure(figsize=(10, height), layout="constrained")

@@ -1,7 +1,8 @@
 """Changes of a strategy that are kept only if they make it faster: of one operator, and of several together.
 
-A chain leaves a strategy in which several operators would have to change together only by chance. Together change two operators
-at an edge; the readers of one weight, such as the turns of a recurrent layer, without and with those that follow them; and
+A chain leaves a strategy in which several operators would have to change together only by chance. Together change two
+operators at an edge; the readers of one weight, such as the turns of a recurrent layer, without and with those that
+follow them; and
 runs: an operator and those that follow it, or those that precede it. What follows gets the configuration with which the
 least is sent.
 """
@@ -76,9 +77,7 @@ class Polish:
     def _improves(self, operator: int, config: Config) -> bool:
         """Keeps a change that makes the best strategy faster."""
         simulator = self._simulator
-        seconds = simulator.try_change(
-            operator, config, self._best_seconds, self._memory_limit
-        )
+        seconds = simulator.try_change(operator, config, self._best_seconds, self._memory_limit)
         better = seconds < self._best_seconds
         if better:
             simulator.keep()
@@ -114,10 +113,7 @@ class Polish:
             if weights:
                 readers.setdefault((weights, operator.loops), []).append(i)
         first_edge = {
-            source: (number, target)
-            for number, (source, target, _) in reversed(
-                list(enumerate(self._graph.edges))
-            )
+            source: (number, target) for number, (source, target, _) in reversed(list(enumerate(self._graph.edges)))
         }
         for group in readers.values():
             if len(group) < 2:
@@ -219,7 +215,9 @@ class Polish:
         return False
 
     def _next(self, run: list[int], forward: bool) -> tuple[int, Config] | None:
-        """The operator that follows a run, or precedes it, and the configuration with which the least is sent between them."""
+        """The operator that follows a run, or precedes it, and the configuration with which the least is sent between
+        them.
+        """
         inside = set(run)
         nearest: tuple[int, int, int] | None = None
         for number, (source, target, _) in enumerate(self._graph.edges):
@@ -236,9 +234,7 @@ class Polish:
         config = self._simulator.tasks.strategy[member]
         return other, self._follower(number, other, config, forward)
 
-    def _follower(
-        self, number: int, other: int, config: Config, forward: bool
-    ) -> Config:
+    def _follower(self, number: int, other: int, config: Config, forward: bool) -> Config:
         key = number, config, forward
         if key not in self._followers:
             devices = set(config.devices)
@@ -247,9 +243,7 @@ class Polish:
             self._followers[key] = min(
                 here or every,
                 key=lambda c: (
-                    self._sent_bytes(
-                        number, *((config, c) if forward else (c, config))
-                    ),
+                    self._sent_bytes(number, *((config, c) if forward else (c, config))),
                     -len(c.devices),
                     c.devices,
                 ),
@@ -257,8 +251,6 @@ class Polish:
         return self._followers[key]
 
     def _sent_bytes(self, number: int, above: Config, below: Config) -> int:
-        a, b, num_bytes = self._simulator.tasks.shards.edge_arrays(
-            number, above.degrees, below.degrees
-        )
+        a, b, num_bytes = self._simulator.tasks.shards.edge_arrays(number, above.degrees, below.degrees)
         elsewhere = np.array(above.devices)[a] != np.array(below.devices)[b]
         return int(num_bytes[elsewhere].sum())

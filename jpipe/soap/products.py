@@ -1,8 +1,9 @@
 """A matrix product whose gradients need no transpose.
 
-A device has a part of the sum for the gradient of a weight, and the compiler sums over devices right after the product that computes
-the part. JAX computes the gradient of a `[K, N]` weight as the transpose of an `[N, K]` product. The transpose then comes after
-the sum and stays a copy of its own in the compiled program, where without a sum it would become a part of the product.
+A device has a part of the sum for the gradient of a weight, and the compiler sums over devices right after the product
+that computes the part. JAX computes the gradient of a `[K, N]` weight as the transpose of an `[N, K]` product. The
+transpose then comes after the sum and stays a copy of its own in the compiled program, where without a sum it would
+become a part of the product.
 """
 
 import functools
@@ -17,9 +18,7 @@ Params = tuple[tuple[str, Any], ...]
 """Parameters of a `dot_general`, by name."""
 
 
-def product_of(
-    equation_params: Mapping[str, Any], left: jax.Array, right: jax.Array
-) -> jax.Array:
+def product_of(equation_params: Mapping[str, Any], left: jax.Array, right: jax.Array) -> jax.Array:
     """`product` with the parameters of a traced `dot_general`."""
     names = "dimension_numbers", "precision", "preferred_element_type"
     return product(left, right, tuple((n, equation_params[n]) for n in names))
@@ -44,9 +43,7 @@ def product(left: jax.Array, right: jax.Array, params: Params) -> jax.Array:
     )
 
 
-def _forward(
-    left: jax.Array, right: jax.Array, params: Params
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(left: jax.Array, right: jax.Array, params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return product(left, right, params), (left, right)
 
 

@@ -16,17 +16,13 @@ from jpipe.soap.strategy import Config, shard_boxes
 def reads_tiles(operator: Operator, config: Config) -> bool:
     """Whether each shard reads an equal part of each operand, in order, or all shards the same part, along every dim.
 
-    Shards of windows, slices, pads and concatenations read other parts, some of them of their neighbours. XLA sends those
-    by collective permutes.
+    Shards of windows, slices, pads and concatenations read other parts, some of them of their neighbours. XLA sends
+    those by collective permutes.
     """
     sizes = tuple(loop.size for loop in operator.loops)
     loops = shard_boxes(sizes, config.degrees)
     # Views between the operand and the operator too: XLA moves their results.
-    reads = [
-        each.access[:end]
-        for each in operator.inputs
-        for end in range(1, len(each.access) + 1)
-    ]
+    reads = [each.access[:end] for each in operator.inputs for end in range(1, len(each.access) + 1)]
     return all(_reads_tiles(access, loops) for access in reads)
 
 
@@ -47,10 +43,10 @@ def _reads_tiles(access: Access, loops: np.ndarray) -> bool:
 def is_partitioned_right(operator: Operator, config: Config, num_devices: int) -> bool:
     """Whether XLA computes the right numbers of a split with whole groups of channels.
 
-    XLA double-counts a convolution's sum if a mesh axis splits neither samples nor positions and is replicated or splits channels
-    (jaxlib 0.10.2, tried for all degrees on 4 and 8 CPU devices). Splits by samples and output channels are right, and splits by
-    samples and positions, or by samples and terms, over all devices. With groups of channels, XLA also double-counts if any axis is
-    replicated.
+    XLA double-counts a convolution's sum if a mesh axis splits neither samples nor positions and is replicated or
+    splits channels (jaxlib 0.10.2, tried for all degrees on 4 and 8 CPU devices). Splits by samples and output channels
+    are right, and splits by samples and positions, or by samples and terms, over all devices. With groups of channels,
+    XLA also double-counts if any axis is replicated.
     """
     if operator.kind != "conv_general_dilated":
         return True
@@ -91,28 +87,35 @@ def refusal(
     *,
     in_stages: bool = False,
 ) -> str | None:
-    """The reason why `jpipe.soap.apply`, or a pipeline in its stages, cannot run an operator with a configuration; None if it can.
+    """The reason why `jpipe.soap.apply`, or a pipeline in its stages, cannot run an operator with a configuration; None
+    if it can.
 
     Args:
       operator: the operator.
       config: its degrees and devices.
       sizes: axis of the mesh -> number of devices.
-      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see `reads_tiles`.
+      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see
+      `reads_tiles`.
     """
     axes = loop_axes(config, sizes)
     if axes is None:
         return _no_mesh(operator, config, sizes)
     if in_stages and not reads_tiles(operator, config):
         return (
-            f"shards of operator {shown(operator.name)} with degrees {config.degrees} read parts of their neighbours, which XLA sends "
+            f"shards of operator {shown(operator.name)} with degrees {config.degrees} read parts of their neighbours, "
+            "which XLA sends "
             "by collective permutes. A device of another stage would have to join them, and runs something else. "
             "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
         )
     count = math.prod(sizes.values())
-    wrong = f"XLA computes wrong numbers of the convolution {operator.name!r} split by degrees {config.degrees} over {count} devices"
+    wrong = (
+        f"XLA computes wrong numbers of the convolution {operator.name!r} split by degrees {config.degrees} over "
+        f"{count} devices"
+    )
     if not _has_whole_groups(operator, config):
         return (
-            f"{wrong}, because shards have parts of several groups of channels. EquationSplit it so that each shard has whole groups or a part "
+            f"{wrong}, because shards have parts of several groups of channels. EquationSplit it so that each shard "
+            "has whole groups or a part "
             "of one; `Space(graph, num_devices, executable=True)` leaves wrong splits out."
         )
     if is_partitioned_right(operator, config, count):
@@ -121,7 +124,8 @@ def refusal(
     if any(exchange_of(operator, m, axes, known) for m in operator.equations or ()):
         return None
     return (
-        f"{wrong}. EquationSplit it by samples, or by samples and positions, over all devices; `Space(graph, num_devices, executable=True)` leaves "
+        f"{wrong}. EquationSplit it by samples, or by samples and positions, over all devices; `Space(graph, "
+        "num_devices, executable=True)` leaves "
         "wrong splits out."
     )
 
@@ -129,8 +133,10 @@ def refusal(
 def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> str:
     axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
     return (
-        f"operator {shown(operator.name)} with degrees {config.degrees} on devices {config.devices} is no split over the mesh {axes}: an "
+        f"operator {shown(operator.name)} with degrees {config.degrees} on devices {config.devices} is no split over "
+        f"the mesh {axes}: an "
         "operator runs on the whole mesh, its loops split over axes of it. Search with `Space(graph, num_devices, "
-        "executable=True)`, for a pipeline with `in_stages=True` (`train/search.py --in-stages`), and put operators that run on other "
+        "executable=True)`, for a pipeline with `in_stages=True` (`train/search.py --in-stages`), and put operators "
+        "that run on other "
         "devices into other stages."
     )

@@ -1,8 +1,8 @@
 """Boxes of array elements, and which box of an input an operator reads for a box of its loops.
 
-A box is a tuple of ranges `(low, high)`, one per dim, without `high`. An `Access` is a chain of steps. Each step says, for
-every dim of the array below, which range belongs to a box above: transposes, broadcasts, reshapes, slices, windows and
-their compositions are all written so.
+A box is a tuple of ranges `(low, high)`, one per dim, without `high`. An `Access` is a chain of steps. Each step says,
+for every dim of the array below, which range belongs to a box above: transposes, broadcasts, reshapes, slices, windows
+and their compositions are all written so.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ Box = tuple[tuple[int, int], ...]
 class DimMap:
     """The range of one dim that a range of another dim needs.
 
-    Element `i` of dim `dim` needs the elements `(i * stride + offset + k) // divisor` for `0 <= k < width` that exist; with
-    `dilation`, those of the elements `i * stride + offset + k` that are multiples of it, divided by it.
+    Element `i` of dim `dim` needs the elements `(i * stride + offset + k) // divisor` for `0 <= k < width` that exist;
+    with `dilation`, those of the elements `i * stride + offset + k` that are multiples of it, divided by it.
 
     Attributes:
       size: number of elements of the dim that is read.
       dim: the dim that it follows; None if all elements are always needed.
-      stride, offset, width, divisor, dilation: see above. `stride` may be negative, `width` counts from the lowest element.
+      stride, offset, width, divisor, dilation: see above. `stride` may be negative, `width` counts from the lowest
+      element.
     """
 
     size: int
@@ -75,10 +76,7 @@ def read(access: Access, box: Box) -> Box:
     """
     empty = False
     for step in access:
-        box = tuple(
-            (0, each.size) if each.dim is None else each.range(*box[each.dim])
-            for each in step
-        )
+        box = tuple((0, each.size) if each.dim is None else each.range(*box[each.dim]) for each in step)
         empty = empty or any(low == high for low, high in box)
     return ((0, 0),) * len(box) if empty else box
 
@@ -112,20 +110,14 @@ def followed(access: Access) -> list[int | None]:
     dims: list[int | None] | None = None
     for step in access:
         below = [each.dim for each in step]
-        dims = (
-            below if dims is None else [None if i is None else dims[i] for i in below]
-        )
+        dims = below if dims is None else [None if i is None else dims[i] for i in below]
     assert dims is not None, "an access has at least one step"
     return dims
 
 
 def is_plain(access: Access) -> bool:
     """Whether dims are only permuted, repeated or dropped: a dim of size 1 may be whole."""
-    return all(
-        each.is_plain or (each.dim is None and each.size == 1)
-        for step in access
-        for each in step
-    )
+    return all(each.is_plain or (each.dim is None and each.size == 1) for step in access for each in step)
 
 
 def volume(box: Box) -> int:
@@ -137,8 +129,8 @@ def volume(box: Box) -> int:
 def reshape(old: tuple[int, ...], new: tuple[int, ...]) -> Step:
     """The access of a reshape from `old` to `new`. Ranges are the smallest that hold all elements.
 
-    Dims fall into groups of equal products. In a group the first dim of the old shape follows the first dim of the new one;
-    the other old dims are whole, unless a dim stays as it is.
+    Dims fall into groups of equal products. In a group the first dim of the old shape follows the first dim of the new
+    one; the other old dims are whole, unless a dim stays as it is.
     """
     maps = [DimMap(size, None) for size in old]
     for inner, outer in _groups(old, new):
@@ -150,9 +142,7 @@ def reshape(old: tuple[int, ...], new: tuple[int, ...]) -> Step:
         above = math.prod(new[i] for i in outer[1:])
         common = math.gcd(below, above)
         above, below = above // common, below // common
-        maps[inner[0]] = DimMap(
-            old[inner[0]], outer[0], stride=above, width=above, divisor=below
-        )
+        maps[inner[0]] = DimMap(old[inner[0]], outer[0], stride=above, width=above, divisor=below)
     return tuple(maps)
 
 

@@ -1,13 +1,16 @@
 """Chooses the values of forwards that are kept for backwards: as few bytes as possible.
 
-The derivative of an equation reads some of its operands and results. Which values a device has to keep for that does not follow from
-one equation: compilers compute elementwise results again where a backward reads them, as a part of the operator that reads them.
-The softmax of scores is kept once, as the scores, and the maximum of a product and a constant as the product.
+The derivative of an equation reads some of its operands and results. Which values a device has to keep for that does
+not follow from
+one equation: compilers compute elementwise results again where a backward reads them, as a part of the operator that
+reads them. The softmax of scores is kept once, as the scores, and the maximum of a product and a constant as the
+product.
 
-So the kept values are a minimum cut, as those of a pipeline's forward are (`jpipe.layers.residuals`): the values with the least
-bytes from which elementwise equations compute all that the derivatives read. Weights and inputs of the function are there anyway. What is
-read by a primitive that compilers do not fuse with others, such as a pooling or a sort, is kept as it is. So is the mask of a function with a
-derivative rule of its own, as `jax.nn.relu`: `jpipe.soap.apply` has it computed together with the result.
+So the kept values are a minimum cut, as those of a pipeline's forward are (`jpipe.layers.residuals`): the values with
+the least bytes from which elementwise equations compute all that the derivatives read. Weights and inputs of the
+function are there anyway. What is read by a primitive that compilers do not fuse with others, such as a pooling or a
+sort, is kept as it is. So is the mask of a function with a derivative rule of its own, as `jax.nn.relu`:
+`jpipe.soap.apply` has it computed together with the result.
 """
 
 import dataclasses
@@ -23,8 +26,8 @@ from jpipe.soap.fuse import Refs
 from jpipe.soap.rules import ELEMENTWISE
 
 _LINEAR = frozenset(
-    """add add_any complex concatenate conj convert_element_type copy copy_p cumsum imag neg pad real reduce_precision reduce_sum
-    reduce_window_sum stack stack_turns sub""".split()
+    """add add_any complex concatenate conj convert_element_type copy copy_p cumsum imag neg pad real
+    reduce_precision reduce_sum reduce_window_sum stack stack_turns sub""".split()
 )
 """Their derivatives read nothing."""
 
@@ -58,9 +61,7 @@ class KeptValues:
     masks: Mapping[Value, FlatEquation]
 
 
-def residuals_of(
-    operators: Sequence[Sequence[FlatEquation]], refs: Refs, weights: Iterable[Value]
-) -> KeptValues:
+def residuals_of(operators: Sequence[Sequence[FlatEquation]], refs: Refs, weights: Iterable[Value]) -> KeptValues:
     """Chooses the values that are kept for the backwards of operators.
 
     Args:
@@ -74,9 +75,7 @@ def residuals_of(
     return analysis.result()
 
 
-def derivative_reads(
-    equation: FlatEquation, differentiated: Sequence[bool]
-) -> tuple[list[Value], bool]:
+def derivative_reads(equation: FlatEquation, differentiated: Sequence[bool]) -> tuple[list[Value], bool]:
     """The values that the derivative of an equation reads.
 
     Args:
@@ -156,9 +155,7 @@ class _Analysis:
             self._masks[mask] = equation
             read[mask] = None
 
-    def _place(
-        self, value: Value, equation: FlatEquation, sources: list[Value] | None
-    ) -> None:
+    def _place(self, value: Value, equation: FlatEquation, sources: list[Value] | None) -> None:
         self._sources[value] = sources
         self._operator[value] = len(self._read) - 1
         num_bytes = math.prod(value.shape) * item_bytes(value.dtype)
@@ -181,9 +178,7 @@ class _Analysis:
         masks = {mask: self._masks[mask] for mask in kept_for if mask in self._masks}
         return KeptValues(kept_for, reads, masks)
 
-    def _back_to(
-        self, values: Iterable[Value], is_end: Callable[[Value], bool]
-    ) -> set[Value]:
+    def _back_to(self, values: Iterable[Value], is_end: Callable[[Value], bool]) -> set[Value]:
         """The ends at which values are reached from which `values` are computed again."""
         ends: set[Value] = set()
         seen = set(values)
@@ -215,9 +210,7 @@ class _Analysis:
                 if value in read:
                     network.connect((value, "out"), SINK)
             after = network.sink_side()
-            kept.update(
-                v for v in part if (v, "out") in after and (v, "in") not in after
-            )
+            kept.update(v for v in part if (v, "out") in after and (v, "in") not in after)
         return kept
 
     def _parts(self, read: Iterable[Value]) -> list[list[Value]]:

@@ -15,8 +15,7 @@ class Routes:
     def __init__(self, machine: Machine):
         self._routes = machine.routes()
         self._links, bandwidths, self._latencies = (
-            np.array([[route[k] for route in row] for row in self._routes])
-            for k in range(3)
+            np.array([[route[k] for route in row] for row in self._routes]) for k in range(3)
         )
         self._seconds_per_byte = 1 / bandwidths
         self.num_resources = machine.num_devices

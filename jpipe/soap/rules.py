@@ -1,6 +1,7 @@
 """A rule for each primitive of JAX: its loops, and what they read and write.
 
-To teach the search a primitive, write its rule here: a function of an equation that returns a `Nest`, under its name in `RULES`.
+To teach the search a primitive, write its rule here: a function of an equation that returns a `Nest`, under its name in
+`RULES`.
 """
 
 import dataclasses
@@ -12,11 +13,11 @@ from jpipe.soap.flatten import FlatEquation, stack_access
 from jpipe.soap.regions import Access, DimMap, Step, identity, plain, reshape
 
 ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
-    copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite
-    le lgamma log log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision regularized_incomplete_beta
-    rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    sub tan tanh xor""".split()
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj
+    convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+    igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor""".split()
 )
 
 RANDOM = frozenset(
@@ -64,9 +65,7 @@ def _dot_general(equation: FlatEquation) -> Nest:
         (plain(value.shape, [loops[d] for d in range(len(value.shape))]),)
         for value, loops in ((left, left_loops), (right, right_loops))
     )
-    return Nest(
-        tuple(sizes), (True,) * len(sizes), reads, (tuple(range(num_out)),), 2.0
-    )
+    return Nest(tuple(sizes), (True,) * len(sizes), reads, (tuple(range(num_out)),), 2.0)
 
 
 def _conv_general_dilated(equation: FlatEquation) -> Nest:
@@ -106,9 +105,7 @@ def _conv_general_dilated(equation: FlatEquation) -> Nest:
         first = tuple(group if d == lhs[1] else step[d] for d in range(rank))
         width = kernel.shape[rhs[1]]
         members = DimMap(image.shape[lhs[1]], lhs[1], stride=width, width=width)
-        second = tuple(
-            members if d == lhs[1] else DimMap(image.shape[d], d) for d in range(rank)
-        )
+        second = tuple(members if d == lhs[1] else DimMap(image.shape[d], d) for d in range(rank))
         access = (first, second)
     kernel_dims: list[int | None] = [None] * rank
     kernel_dims[rhs[0]] = out[1]
@@ -129,8 +126,7 @@ def _reduction(equation: FlatEquation, can_split: bool = True) -> Nest:
     axes = equation.params.get("axes", equation.params.get("dimensions", ()))
     kept = tuple(i for i in range(len(shape)) if i not in axes)
     reads = tuple(
-        (identity(shape),) if value.shape == shape else (plain(value.shape, ()),)
-        for value in equation.inputs
+        (identity(shape),) if value.shape == shape else (plain(value.shape, ()),) for value in equation.inputs
     )
     splits = tuple(can_split or i in kept for i in range(len(shape)))
     return Nest(shape, splits, reads, (kept,) * len(equation.outputs))
@@ -231,10 +227,7 @@ def _gather(equation: FlatEquation) -> Nest:
 
 def _dynamic_slice(equation: FlatEquation) -> Nest:
     operand, (output,) = equation.inputs[0], equation.outputs
-    dims = [
-        d if a == b else None
-        for d, (a, b) in enumerate(zip(operand.shape, output.shape))
-    ]
+    dims = [d if a == b else None for d, (a, b) in enumerate(zip(operand.shape, output.shape))]
     loops = tuple(range(len(output.shape)))
     scalars = [((),)] * (len(equation.inputs) - 1)
     return Nest(
@@ -283,10 +276,7 @@ def _stack(equation: FlatEquation) -> Nest:
 
 def _stack_turns(equation: FlatEquation) -> Nest:
     (output,), each = equation.outputs, equation.params["each"]
-    reads = tuple(
-        stack_access(value.shape, i * each, each)
-        for i, value in enumerate(equation.inputs)
-    )
+    reads = tuple(stack_access(value.shape, i * each, each) for i, value in enumerate(equation.inputs))
     return _by_output(output.shape, reads)
 
 
@@ -294,9 +284,7 @@ def _pad(equation: FlatEquation) -> Nest:
     value, (output,) = equation.inputs[0], equation.outputs
     step = tuple(
         DimMap(n, d, offset=-low, dilation=inside + 1)
-        for d, (n, (low, _, inside)) in enumerate(
-            zip(value.shape, equation.params["padding_config"])
-        )
+        for d, (n, (low, _, inside)) in enumerate(zip(value.shape, equation.params["padding_config"]))
     )
     return _by_output(output.shape, ((step,), ((),)))
 
@@ -346,10 +334,7 @@ def unsplittable(equation: FlatEquation) -> Nest:
         shape,
         (False,) * len(shape),
         tuple((plain(v.shape, [None] * len(v.shape)),) for v in equation.inputs),
-        tuple(
-            tuple(range(len(shape))) if v.shape == shape else (None,) * len(v.shape)
-            for v in equation.outputs
-        ),
+        tuple(tuple(range(len(shape))) if v.shape == shape else (None,) * len(v.shape) for v in equation.outputs),
     )
 
 
@@ -376,18 +361,14 @@ def views(equation: FlatEquation) -> Sequence[Access] | None:
         step = reshape(shape, new)
     elif name == "rev":
         step = tuple(
-            DimMap(n, d, stride=-1, offset=n - 1)
-            if d in params["dimensions"]
-            else DimMap(n, d)
+            DimMap(n, d, stride=-1, offset=n - 1) if d in params["dimensions"] else DimMap(n, d)
             for d, n in enumerate(shape)
         )
     elif name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         step = tuple(
             DimMap(n, d, stride=stride, offset=start)
-            for d, (n, start, stride) in enumerate(
-                zip(shape, params["start_indices"], strides)
-            )
+            for d, (n, start, stride) in enumerate(zip(shape, params["start_indices"], strides))
         )
     elif name == "split":
         axis, start, accesses = params["axis"], 0, []

@@ -1,7 +1,8 @@
 """Markov chain Monte Carlo over strategies (FlexFlow, section 6.2), and what makes its result better.
 
-The chain visits strategy S with a probability proportional to exp(-beta * seconds(S)). A step draws an operator and a configuration,
-both uniformly, and takes the change with probability min(1, exp(beta * (seconds before - seconds after))).
+The chain visits strategy S with a probability proportional to exp(-beta * seconds(S)). A step draws an operator and a
+configuration, both uniformly, and takes the change with probability min(1, exp(beta * (seconds before - seconds
+after))).
 """
 
 import dataclasses
@@ -36,7 +37,8 @@ _SHARPNESS = 300.0
 def accepted_up_to(seconds: float, beta: float, uniform: float) -> float:
     """The slowest step that is taken from a strategy of `seconds`.
 
-    `uniform < exp(beta * (seconds - new))` is the rule; solved for `new`, the simulation of a change can end as soon as it is slower.
+    `uniform < exp(beta * (seconds - new))` is the rule; solved for `new`, the simulation of a change can end as soon as
+    it is slower.
 
     Args:
       seconds: of the present strategy.
@@ -74,7 +76,8 @@ class Found:
     Attributes:
       strategy: the best strategy that was found.
       simulated: its seconds, memory and traffic.
-      starts: name -> simulated seconds of the strategies that the search began with, those that need too much memory too.
+      starts: name -> simulated seconds of the strategies that the search began with, those that need too much memory
+        too.
       proposals: number of changes that were simulated.
       elapsed: seconds of the search.
       history: `(elapsed, seconds)` of each improvement.
@@ -117,8 +120,9 @@ def search(
 ) -> Found:
     """Searches for the fastest strategy of a graph on a machine.
 
-    A chain runs from every start, each with the same share of the budget; it ends early when half of its share brought no improvement. At
-    last single operators, pairs and runs of them are changed as long as that helps. Ctrl-C ends the search, and the best so far is returned.
+    A chain runs from every start, each with the same share of the budget; it ends early when half of its share brought
+    no improvement. At last single operators, pairs and runs of them are changed as long as that helps. Ctrl-C ends the
+    search, and the best so far is returned.
 
     Args:
       graph: the operators.
@@ -133,7 +137,8 @@ def search(
       seed: of the random numbers. With a budget of proposals, the same seed finds the same strategy.
       sync, optimizer_arrays: see `jpipe.soap.tasks.Tasks`.
       polish: whether to change operators at last as long as that helps; see `jpipe.soap.polish`.
-      max_polish_proposals: the number of proposals of the polish; None: until nothing helps, or `budget_seconds` are over.
+      max_polish_proposals: the number of proposals of the polish; None: until nothing helps, or `budget_seconds` are
+        over.
       progress: called with elapsed seconds, the best seconds and the number of proposals, now and then.
 
     Raises:
@@ -149,9 +154,7 @@ def search(
             raise ValueError(f"`{name}` must be above 0, got {shown(value)}.")
     space = Space(graph, machine.num_devices) if space is None else space
     if space.num_devices != machine.num_devices:
-        raise ValueError(
-            f"`space` is for {space.num_devices} devices, and the machine has {machine.num_devices}."
-        )
+        raise ValueError(f"`space` is for {space.num_devices} devices, and the machine has {machine.num_devices}.")
     rng = np.random.default_rng(seed)
     if starts is None:
         starts = default_starts(graph, machine.num_devices)
@@ -258,7 +261,8 @@ class _Search:
                 self._note(simulator)
         if not simulators:
             raise ValueError(
-                f"no strategy was found that fits into {self._memory_limit:.4g} bytes per device: the least that a device needs is "
+                f"no strategy was found that fits into {self._memory_limit:.4g} bytes per device: the least that a "
+                "device needs is "
                 f"{least:.4g}. Use more devices, a smaller batch or more memory."
             )
         return simulators

@@ -38,9 +38,7 @@ class Shards:
             self._seconds[key] = self.costs.seconds(self.graph, operator, shape)
         return self._seconds[key]
 
-    def edge_pairs(
-        self, number: int, above: tuple[int, ...], below: tuple[int, ...]
-    ) -> list[tuple[int, int, int]]:
+    def edge_pairs(self, number: int, above: tuple[int, ...], below: tuple[int, ...]) -> list[tuple[int, int, int]]:
         """`(shard of the producer, shard of the consumer, bytes)` of each pair that shares elements."""
         key = number, above, below
         pairs = self._pairs.get(key)
@@ -59,17 +57,15 @@ class Shards:
             self._pair_arrays[key] = np.array([a, b, shared.T[b, a]])
         return pairs
 
-    def edge_arrays(
-        self, number: int, above: tuple[int, ...], below: tuple[int, ...]
-    ) -> np.ndarray:
+    def edge_arrays(self, number: int, above: tuple[int, ...], below: tuple[int, ...]) -> np.ndarray:
         """`[3, pairs]`: `edge_pairs` as arrays."""
         self.edge_pairs(number, above, below)
         return self._pair_arrays[number, above, below]
 
-    def sums(
-        self, operator: int, tensor: int, degrees: tuple[int, ...]
-    ) -> list[tuple[int, list[int], int]]:
-        """`(owner, shards, bytes)`: a shard adds up its part of what several shards computed. Empty if results are whole."""
+    def sums(self, operator: int, tensor: int, degrees: tuple[int, ...]) -> list[tuple[int, list[int], int]]:
+        """`(owner, shards, bytes)`: a shard adds up its part of what several shards computed. Empty if results are
+        whole.
+        """
         key = operator, tensor, degrees
         if key not in self._sums:
             computed = self.regions.results(operator, tensor, degrees)
@@ -102,9 +98,7 @@ class Shards:
             and self.graph.tensors[tensor].has_gradient
         )
 
-    def weight_parts(
-        self, weight: int, degrees: Sequence[tuple[int, ...]]
-    ) -> list[tuple[int, list[tuple[int, int]]]]:
+    def weight_parts(self, weight: int, degrees: Sequence[tuple[int, ...]]) -> list[tuple[int, list[tuple[int, int]]]]:
         """Parts of a weight: bytes, and the `(operator, shard)`s that read each.
 
         Args:
@@ -129,16 +123,12 @@ class Shards:
             boxes.append(reads)
         every = np.concatenate(boxes)
         cuts = [np.unique(every[:, d]) for d in range(every.shape[1])]
-        grid = np.stack(
-            np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij")
-        )
+        grid = np.stack(np.meshgrid(*(np.arange(len(c) - 1) for c in cuts), indexing="ij"))
         cells = grid.reshape(len(cuts), -1)
         low = np.stack([c[i] for c, i in zip(cuts, cells)], axis=1)
         high = np.stack([c[i + 1] for c, i in zip(cuts, cells)], axis=1)
         sizes = np.prod(high - low, axis=1) * value.item_bytes
-        inside = (every[None, :, :, 0] <= low[:, None]) & (
-            high[:, None] <= every[None, :, :, 1]
-        )
+        inside = (every[None, :, :, 0] <= low[:, None]) & (high[:, None] <= every[None, :, :, 1])
         holds = np.asarray(inside.all(axis=2))
         parts: dict[bytes, tuple[int, list[tuple[int, int]]]] = {}
         for row, size in zip(holds, sizes.tolist()):

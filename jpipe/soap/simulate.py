@@ -1,7 +1,7 @@
 """Full simulation of a task graph (FlexFlow, algorithm 1), and the timeline that it gives.
 
-Every device, and every link, runs its tasks one after the other in the order in which they are ready; ties go to the lower key. A
-task is ready when the last task before it has ended.
+Every device, and every link, runs its tasks one after the other in the order in which they are ready; ties go to the
+lower key. A task is ready when the last task before it has ended.
 """
 
 import dataclasses
@@ -39,7 +39,9 @@ class TaskTimes:
 
 
 def without_collection(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, during which Python looks for no cycles of objects: there are none, and it takes half of the time."""
+    """The function, during which Python looks for no cycles of objects: there are none, and it takes half of the
+    time.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
@@ -129,9 +131,7 @@ def simulate(
     """
     check_strategy(graph, strategy, machine.num_devices)
     costs = Analytic(machine) if costs is None else costs
-    tasks = Tasks(
-        graph, machine, costs, strategy, sync=sync, optimizer_arrays=optimizer_arrays
-    )
+    tasks = Tasks(graph, machine, costs, strategy, sync=sync, optimizer_arrays=optimizer_arrays)
     timeline = full_simulation(tasks)
     return describe(tasks, timeline)
 
@@ -144,6 +144,4 @@ def describe(tasks: Tasks, timeline: TaskTimes) -> Simulated:
     for task in timeline.order:
         if 0 <= tasks.device[task] < num_devices and task not in messages:
             busy[tasks.device[task]] += tasks.seconds[task]
-    return Simulated(
-        timeline.seconds, tuple(tasks.memory), tuple(busy), tasks.sent_bytes
-    )
+    return Simulated(timeline.seconds, tuple(tasks.memory), tuple(busy), tasks.sent_bytes)

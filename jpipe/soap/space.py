@@ -17,7 +17,8 @@ from jpipe.soap.strategy import Config
 class Space:
     """The SOAP space of a graph on equal devices.
 
-    A configuration of an operator is a degree per loop, the order in which the shards of the split loops follow each other, and a
+    A configuration of an operator is a degree per loop, the order in which the shards of the split loops follow each
+    other, and a
     regular set of devices: `k` shards run on the devices `start + stride * j`. All configurations of an operator are
     equally likely in `draw`, so proposals are symmetric.
 
@@ -25,11 +26,12 @@ class Space:
       graph: the operators.
       num_devices: the number of devices.
       kinds: the kinds of loops that may be split, a part of "SAPR".
-      whole: whether operators must use all devices or, where nothing divides so, as many as they can: no operator parallelism.
-      executable: whether all strategies must be such that `jpipe.soap.apply` can run them on `device_mesh(num_devices)`. It
-        implies `whole`: where fewer devices divide an operator, the others hold copies.
-      in_stages: whether all strategies must be such that `jpipe.Pipeline` can run them. Then an operator is split along one loop,
-        and only if no shard reads a part of its neighbour, or it is not split. It implies `executable`.
+      whole: whether operators must use all devices or, where nothing divides so, as many as they can: no operator
+        parallelism.
+      executable: whether all strategies must be such that `jpipe.soap.apply` can run them on
+        `device_mesh(num_devices)`. It implies `whole`: where fewer devices divide an operator, the others hold copies.
+      in_stages: whether all strategies must be such that `jpipe.Pipeline` can run them. Then an operator is split along
+        one loop, and only if no shard reads a part of its neighbour, or it is not split. It implies `executable`.
     """
 
     def __init__(
@@ -43,9 +45,7 @@ class Space:
         in_stages: bool = False,
     ):
         if num_devices < 1:
-            raise ValueError(
-                f"`num_devices` must be at least 1, got {shown(num_devices)}."
-            )
+            raise ValueError(f"`num_devices` must be at least 1, got {shown(num_devices)}.")
         unknown = set(kinds) - set("SAPR")
         if unknown:
             raise ValueError(f'`kinds` must be letters of "SAPR", got {shown(kinds)}.')
@@ -73,10 +73,7 @@ class Space:
         return self._configs[operator]
 
     def _allowed(self, operator: Operator) -> tuple[Config, ...]:
-        sizes = tuple(
-            loop.size if loop.can_split and loop.kind in self._kinds else 1
-            for loop in operator.loops
-        )
+        sizes = tuple(loop.size if loop.can_split and loop.kind in self._kinds else 1 for loop in operator.loops)
         key: tuple = sizes
         if self._axes is not None:  # what `refusal` looks at
             accesses = tuple(read.access for read in operator.inputs)
@@ -174,11 +171,7 @@ def describe(operator: Operator, config: Config) -> str:
 
     Example: "S4 P2 on 0-7"
     """
-    parts = [
-        f"{loop.kind}{degree}"
-        for loop, degree in zip(operator.loops, config.degrees)
-        if degree > 1
-    ]
+    parts = [f"{loop.kind}{degree}" for loop, degree in zip(operator.loops, config.degrees) if degree > 1]
     return f"{' '.join(parts) or 'whole'} on {ranges(config.devices)}"
 
 

@@ -32,8 +32,8 @@ def factor_axes(name: str, size: int) -> dict[str, int]:
 def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]] | None:
     """The axes of a mesh over which a configuration splits each loop; None if its devices are no part of the mesh.
 
-    Devices are numbered along the mesh with the last axis running fastest. Axes that split no loop hold copies, so fewer shards than
-    devices must begin at device 0.
+    Devices are numbered along the mesh with the last axis running fastest. Axes that split no loop hold copies, so
+    fewer shards than devices must begin at device 0.
 
     Args:
       config: degrees, and the device of each shard.
@@ -55,9 +55,7 @@ def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]]
     grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     result: list[tuple[str, ...]] = []
     for i, degree in enumerate(config.degrees):
-        along = devices[
-            tuple(slice(None) if k == i else 0 for k in range(devices.ndim))
-        ].ravel()
+        along = devices[tuple(slice(None) if k == i else 0 for k in range(devices.ndim))].ravel()
         names: list[str] = []
         count = 1
         while count < degree:
@@ -134,13 +132,12 @@ def written_spec(
     axes: Sequence[tuple[str, ...]],
     sizes: Mapping[str, int],
 ) -> tuple[Spec, tuple[str, ...], int | None]:
-    """The split of a result, the axes along which devices have terms of it, and the dim along which they keep parts of the sum."""
+    """The split of a result, the axes along which devices have terms of it, and the dim along which they keep parts of
+    the sum.
+    """
     spec = [() if d is None else axes[d] for d in dims]
     terms = tuple(
-        name
-        for k, loop in enumerate(operator.loops)
-        if loop.kind == REDUCTION and k not in dims
-        for name in axes[k]
+        name for k, loop in enumerate(operator.loops) if loop.kind == REDUCTION and k not in dims for name in axes[k]
     )
     dim = _summed_dim(value.shape, spec, terms, sizes)
     if dim is not None:
@@ -179,7 +176,9 @@ def _summed_dim(
     terms: Sequence[str],
     sizes: Mapping[str, int],
 ) -> int | None:
-    """The longest dim of a device's part of a result, along which each device keeps its part of a sum; None if it has all of it."""
+    """The longest dim of a device's part of a result, along which each device keeps its part of a sum; None if it has
+    all of it.
+    """
     local = [n // num_parts(names, sizes) for n, names in zip(shape, spec)]
     if not terms or not local:
         return None
@@ -218,10 +217,10 @@ def _followed_spec(
 
 
 def _is_even(step: Sequence) -> bool:
-    """Whether parts of the array above need about equal parts of the one below, in order, as windows of convolutions do."""
+    """Whether parts of the array above need about equal parts of the one below, in order, as windows of convolutions
+    do.
+    """
     return all(
-        each.dim is None
-        or each.is_plain
-        or (each.stride > 0 and -each.width < each.offset <= 0 and each.divisor == 1)
+        each.dim is None or each.is_plain or (each.stride > 0 and -each.width < each.offset <= 0 and each.divisor == 1)
         for each in step
     )

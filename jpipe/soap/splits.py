@@ -30,9 +30,10 @@ class Move(NamedTuple):
 
     Attributes:
       source: how the writer splits it.
-      steps: see `steps_between`. With `shapes`, they are of the array that its writer wrote, before the reshapes and transposes of which the
-        operand is the result. So it is where a reshape merges or cuts dims that are split.
-      window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along a dim that is split.
+      steps: see `steps_between`. With `shapes`, they are of the array that its writer wrote, before the reshapes and
+        transposes of which the operand is the result. So it is where a reshape merges or cuts dims that are split.
+      window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along
+        a dim that is split.
       shapes: of the array that its writer wrote, and of what devices make of the window, view by view.
     """
 
@@ -64,7 +65,9 @@ class EquationSplit:
 
 
 Plan = Mapping[Any, Any]
-"""`EquationSplit`s by the numbers of their equations; below a call or a loop stands the plan of its body. See `jpipe.soap.flatten.Place`."""
+"""`EquationSplit`s by the numbers of their equations; below a call or a loop stands the plan of its body. See
+`jpipe.soap.flatten.Place`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,8 @@ def splits(
       graph: of `jpipe.soap.trace`.
       strategy: a configuration per operator.
       sizes: axis of the mesh -> number of devices.
-      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see `reads_tiles`.
+      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see
+        `reads_tiles`.
 
     Raises:
       ValueError: if a mesh cannot run a configuration: see `refusal`.
@@ -109,9 +113,7 @@ def splits(
     plan: dict = {}
     written: dict[Value, Spec] = {}
     inputs = {
-        number
-        for number, tensor in enumerate(graph.tensors)
-        if tensor.producer is None and tensor.weight is None
+        number for number, tensor in enumerate(graph.tensors) if tensor.producer is None and tensor.weight is None
     }
     known = Known(sizes, written, inputs, in_stages)
     first: dict[int, Spec | None] = {}
@@ -154,15 +156,11 @@ def _split(
     exchange = exchange_of(operator, member, axes, known)
     inputs: list[Spec | None]
     if exchange is None:
-        inputs = [
-            read_spec(value.shape, access, axes, sizes)
-            for value, access in zip(equation.inputs, member.reads)
-        ]
+        inputs = [read_spec(value.shape, access, axes, sizes) for value, access in zip(equation.inputs, member.reads)]
     else:
         inputs = [None if isinstance(e, Fetch) else e for e in exchange.operands]
     outputs = tuple(
-        written_spec(operator, value, dims, axes, sizes)[0]
-        for value, dims in zip(equation.outputs, member.writes)
+        written_spec(operator, value, dims, axes, sizes)[0] for value, dims in zip(equation.outputs, member.writes)
     )
     moves = tuple(_move(member, i, after, known) for i, after in enumerate(inputs))
     shapes = tuple(value.shape for value in equation.outputs)
@@ -210,7 +208,8 @@ def _window_of_view(
     after: Spec,
     sizes: Mapping[str, int],
 ) -> Move:
-    """Devices fetch the box of an array that their part of a view reads; nothing if that is more than the part, or they have copies.
+    """Devices fetch the box of an array that their part of a view reads; nothing if that is more than the part, or they
+    have copies.
 
     Args:
       view: which box of the array a box of the view needs.
@@ -239,13 +238,8 @@ def _window_of_view(
     return Move(before, window=window, shapes=(shape, *reversed(shapes)))
 
 
-def _is_all_read(
-    step: Sequence[DimMap], below: Sequence[int], above: Sequence[int]
-) -> bool:
+def _is_all_read(step: Sequence[DimMap], below: Sequence[int], above: Sequence[int]) -> bool:
     """Whether a box of a view has all of a box of an array below it, but for the holes of strides."""
     if all(each.dim is not None and each.divisor == each.width == 1 for each in step):
-        return all(
-            -(-n // abs(each.stride)) == above[each.dim or 0]
-            for each, n in zip(step, below)
-        )
+        return all(-(-n // abs(each.stride)) == above[each.dim or 0] for each, n in zip(step, below))
     return math.prod(below) == math.prod(above)

@@ -34,13 +34,12 @@ Strategy = tuple[Config, ...]
 """One `Config` per operator of a graph."""
 
 
-def check_strategy(
-    graph: OperatorGraph, strategy: Sequence[Config], num_devices: int
-) -> None:
+def check_strategy(graph: OperatorGraph, strategy: Sequence[Config], num_devices: int) -> None:
     """Raises ValueError, which names the operator, if a strategy cannot be."""
     if len(strategy) != len(graph.operators):
         raise ValueError(
-            f"the strategy has {len(strategy)} configurations, and the graph {len(graph.operators)} operators. It belongs to "
+            f"the strategy has {len(strategy)} configurations, and the graph {len(graph.operators)} operators. It "
+            "belongs to "
             "another graph."
         )
     for operator, config in zip(graph.operators, strategy):
@@ -51,28 +50,23 @@ def check_config(operator: Operator, config: Config, num_devices: int) -> None:
     """Raises ValueError if an operator cannot be split so."""
     name, degrees = f"operator {shown(operator.name)}", config.degrees
     if len(degrees) != len(operator.loops):
-        raise ValueError(
-            f"{name} has {len(operator.loops)} loops, got {len(degrees)} degrees: {degrees}."
-        )
+        raise ValueError(f"{name} has {len(operator.loops)} loops, got {len(degrees)} degrees: {degrees}.")
     for i, (loop, degree) in enumerate(zip(operator.loops, degrees)):
         if degree < 1 or loop.size % degree:
             raise ValueError(
-                f"{name}: loop {i} ({loop.kind}) has {loop.size} turns, which cannot be split into {degree} equal parts. "
+                f"{name}: loop {i} ({loop.kind}) has {loop.size} turns, which cannot be split into {degree} equal "
+                "parts. "
                 f"Choose a divisor of {loop.size}."
             )
         if degree > 1 and not loop.can_split:
-            raise ValueError(
-                f"{name}: loop {i} ({loop.kind}) cannot be split, got degree {degree}. Give it degree 1."
-            )
+            raise ValueError(f"{name}: loop {i} ({loop.kind}) cannot be split, got degree {degree}. Give it degree 1.")
     if math.prod(degrees) != len(config.devices):
         raise ValueError(
             f"{name}: degrees {degrees} make {math.prod(degrees)} shards, got {len(config.devices)} devices."
         )
     wrong = [d for d in config.devices if not 0 <= d < num_devices]
     if wrong:
-        raise ValueError(
-            f"{name}: there is no device {wrong[0]}; the devices are 0..{num_devices - 1}."
-        )
+        raise ValueError(f"{name}: there is no device {wrong[0]}; the devices are 0..{num_devices - 1}.")
 
 
 @functools.lru_cache(None)
@@ -102,9 +96,7 @@ class Regions:
         sizes = tuple(loop.size for loop in self._graph.operators[operator].loops)
         return shard_boxes(sizes, degrees)
 
-    def reads(
-        self, operator: int, position: int, degrees: tuple[int, ...]
-    ) -> np.ndarray:
+    def reads(self, operator: int, position: int, degrees: tuple[int, ...]) -> np.ndarray:
         """`[shards, rank, 2]`, what each shard reads of an input."""
         key = operator, position, degrees
         if key not in self._reads:
@@ -113,33 +105,25 @@ class Regions:
             self._reads[key] = _with_rank(boxes)
         return self._reads[key]
 
-    def results(
-        self, operator: int, tensor: int, degrees: tuple[int, ...]
-    ) -> np.ndarray:
+    def results(self, operator: int, tensor: int, degrees: tuple[int, ...]) -> np.ndarray:
         """`[shards, rank, 2]`, what each shard computes of a tensor, wholly or as a part of a sum."""
         key = operator, tensor, degrees
         if key not in self._results:
             value = self._graph.tensors[tensor]
-            boxes = read_all(
-                (plain(value.shape, value.writes),), self._boxes(operator, degrees)
-            )
+            boxes = read_all((plain(value.shape, value.writes),), self._boxes(operator, degrees))
             self._results[key] = _with_rank(boxes)
         return self._results[key]
 
-    def writes(
-        self, operator: int, tensor: int, degrees: tuple[int, ...]
-    ) -> np.ndarray:
+    def writes(self, operator: int, tensor: int, degrees: tuple[int, ...]) -> np.ndarray:
         """`[shards, rank, 2]`, what each shard owns of a tensor that its operator writes.
 
-        Shards that differ in a part of a sum alone have partial results of one box. After these are added up, every one of the
-        shards owns an equal part of the box, along its longest dim.
+        Shards that differ in a part of a sum alone have partial results of one box. After these are added up, every one
+        of the shards owns an equal part of the box, along its longest dim.
         """
         key = operator, tensor, degrees
         if key not in self._writes:
             boxes = self.results(operator, tensor, degrees)
-            _, group, counts = np.unique(
-                boxes, axis=0, return_inverse=True, return_counts=True
-            )
+            _, group, counts = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
             count = counts[group.ravel()]
             if count.max() > 1:
                 boxes = _owned(boxes, group.ravel(), count)
@@ -195,19 +179,20 @@ def _by_samples(operator: Operator, num_devices: int) -> Config:
 
 
 def model_parallel(graph: OperatorGraph, num_devices: int) -> Strategy:
-    """Every operator runs whole, on one device: runs of operators of about equal FLOPs follow each other over the devices."""
+    """Every operator runs whole, on one device: runs of operators of about equal FLOPs follow each other over the
+    devices.
+    """
     work = np.array([o.flops * (1 + o.backward_factor) + 1 for o in graph.operators])
     middle = np.cumsum(work) - work / 2
     stage = np.minimum(middle / work.sum() * num_devices, num_devices - 1).astype(int)
-    return tuple(
-        Config((1,) * len(o.loops), (int(d),)) for o, d in zip(graph.operators, stage)
-    )
+    return tuple(Config((1,) * len(o.loops), (int(d),)) for o, d in zip(graph.operators, stage))
 
 
 def one_weird_trick(graph: OperatorGraph, num_devices: int) -> Strategy:
     """Convolutions by samples, dense layers by their output features (Krizhevsky 2014, arXiv:1404.5997).
 
-    Operators that follow a dense layer and have no weights keep its split of the features where they can; all others are split by samples.
+    Operators that follow a dense layer and have no weights keep its split of the features where they can; all others
+    are split by samples.
     """
     result: list[Config] = []
     for operator in graph.operators:
@@ -230,7 +215,8 @@ def _by_features(operator: Operator, num_devices: int) -> Config | None:
 def megatron(graph: OperatorGraph, num_devices: int) -> Strategy:
     """Matrix products by columns, then by rows (Shoeybi et al. 2019, arXiv:1909.08053, section 3).
 
-    A product of a weight and a whole array is split by its columns. What follows keeps that split, attention by its heads, up to
+    A product of a weight and a whole array is split by its columns. What follows keeps that split, attention by its
+    heads, up to
     the next product with a weight: it is split by its rows, a sum of parts. Its result is whole again for what follows.
     """
     tensors = graph.tensors
@@ -247,23 +233,15 @@ def megatron(graph: OperatorGraph, num_devices: int) -> Strategy:
                 loop = followed(each.access)[dim]
         if loop is None and operator.kind == "dot_general" and has_weight:
             columns = [
-                i
-                for i, each in enumerate(operator.loops)
-                if each.kind == PARAMETER and each.size % num_devices == 0
+                i for i, each in enumerate(operator.loops) if each.kind == PARAMETER and each.size % num_devices == 0
             ]
             loop = columns[-1] if columns else None
-        splits = (
-            loop is not None
-            and operator.loops[loop].can_split
-            and operator.loops[loop].size % num_devices == 0
-        )
+        splits = loop is not None and operator.loops[loop].can_split and operator.loops[loop].size % num_devices == 0
         if not splits:
             result.append(_by_samples(operator, 1))
             continue
         assert loop is not None
-        degrees = tuple(
-            num_devices if i == loop else 1 for i in range(len(operator.loops))
-        )
+        degrees = tuple(num_devices if i == loop else 1 for i in range(len(operator.loops)))
         result.append(Config(degrees, placed(num_devices, num_devices)))
         if operator.loops[loop].kind != REDUCTION:
             for number in operator.outputs:
@@ -286,8 +264,7 @@ def as_records(graph: OperatorGraph, strategy: Sequence[Config]) -> list[dict]:
         {
             "operator": operator.name,
             "degrees": {
-                f"{loop.kind}{i}": degree
-                for i, (loop, degree) in enumerate(zip(operator.loops, config.degrees))
+                f"{loop.kind}{i}": degree for i, (loop, degree) in enumerate(zip(operator.loops, config.degrees))
             },
             "devices": list(config.devices),
         }
@@ -295,9 +272,7 @@ def as_records(graph: OperatorGraph, strategy: Sequence[Config]) -> list[dict]:
     ]
 
 
-def from_records(
-    graph: OperatorGraph, records: Sequence[Mapping], num_devices: int
-) -> Strategy:
+def from_records(graph: OperatorGraph, records: Sequence[Mapping], num_devices: int) -> Strategy:
     """The strategy that `as_records` wrote.
 
     Raises:
@@ -309,14 +284,10 @@ def from_records(
         raise ValueError(f"a strategy is a list, got {shown(records)}.")
     for each in records:
         if not isinstance(each, Mapping) or set(each) != _FIELDS:
-            raise ValueError(
-                f"a strategy is a list of `operator`, `degrees` and `devices`, got {shown(each)}."
-            )
+            raise ValueError(f"a strategy is a list of `operator`, `degrees` and `devices`, got {shown(each)}.")
         name = each["operator"]
         if name not in names:
-            raise ValueError(
-                f"the graph has no operator {shown(name)}.{did_you_mean(name, names)}"
-            )
+            raise ValueError(f"the graph has no operator {shown(name)}.{did_you_mean(name, names)}")
         if not isinstance(each["degrees"], Mapping):
             raise ValueError(
                 f"operator {shown(name)}: degrees are by kind and number of the loop, got {shown(each['degrees'])}."
@@ -331,7 +302,8 @@ def from_records(
         wanted = [f"{loop.kind}{i}" for i, loop in enumerate(operator.loops)]
         if set(each["degrees"]) != set(wanted):
             raise ValueError(
-                f"operator {shown(operator.name)} has the loops {', '.join(wanted)}, got {shown(list(each['degrees']))}."
+                f"operator {shown(operator.name)} has the loops {', '.join(wanted)}, got "
+                f"{shown(list(each['degrees']))}."
             )
         degrees = [each["degrees"][name] for name in wanted]
         strategy.append(
@@ -353,9 +325,7 @@ def _whole_numbers(operator: str, what: str, values: Any) -> tuple[int, ...]:
         isinstance(each, int) and not isinstance(each, bool) for each in values
     )
     if not are_whole:
-        raise ValueError(
-            f"operator {shown(operator)}: {what} must be whole numbers, got {shown(values)}."
-        )
+        raise ValueError(f"operator {shown(operator)}: {what} must be whole numbers, got {shown(values)}.")
     return tuple(values)
 
 
@@ -370,9 +340,7 @@ def save_strategy(
     pathlib.Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
-def load_strategy(
-    path: str | os.PathLike[str], graph: OperatorGraph, num_devices: int
-) -> Strategy:
+def load_strategy(path: str | os.PathLike[str], graph: OperatorGraph, num_devices: int) -> Strategy:
     """Reads a strategy from JSON.
 
     Raises:
@@ -383,9 +351,7 @@ def load_strategy(
     try:
         records, made_for = content["strategy"], content["num_devices"]
     except (KeyError, TypeError):
-        raise ValueError(
-            f"`{path}` holds no strategy: it must be JSON with `num_devices` and `strategy`."
-        ) from None
+        raise ValueError(f"`{path}` holds no strategy: it must be JSON with `num_devices` and `strategy`.") from None
     if made_for != num_devices:
         raise ValueError(
             f"`{path}` is for {shown(made_for)} devices, got {shown(num_devices)}. Search again for {num_devices}."

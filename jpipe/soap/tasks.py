@@ -1,8 +1,8 @@
 """The task graph of a strategy (FlexFlow, section 5.1), which can be changed operator by operator.
 
-Tasks lie in blocks: one per operator, per edge between operators, and per weight. To change an operator's configuration is to
-replace its block and those of the edges and weights at it. A block is always built in the same order, so a task has the same
-key however the graph came about.
+Tasks lie in blocks: one per operator, per edge between operators, and per weight. To change an operator's configuration
+is to replace its block and those of the edges and weights at it. A block is always built in the same order, so a task
+has the same key however the graph came about.
 """
 
 import dataclasses
@@ -22,14 +22,16 @@ from jpipe.soap.shards import Shards
 from jpipe.soap.strategy import Config, check_config
 
 LEAST_SECONDS = 1e-9
-"""Every task takes at least this long. So what follows a task is ready later than the task, which makes the order of the tasks
-on a device a function of ready times and keys."""
+"""Every task takes at least this long. So what follows a task is ready later than the task, which makes the order of
+the tasks on a device a function of ready times and keys."""
 
 NOWHERE = -1
 """The device of tasks that wait for others and use nothing. Something always follows them."""
 
 EXTREMA = frozenset({"reduce_max", "reduce_min"})
-"""Their gradient is shared by all elements that are the extremum. So each shard gets the extremum, and the elements of all shards are counted."""
+"""Their gradient is shared by all elements that are the extremum. So each shard gets the extremum, and the elements of
+all shards are counted.
+"""
 
 _KEY_BITS = 32
 
@@ -46,8 +48,8 @@ class TaskBlock:
       sent_bytes: bytes of its messages.
       load: seconds of its tasks on each device and link.
       forward, backward: of an operator: the task of each shard. `backward` is empty if there is none.
-      results, result_gradients: of an operator: per tensor, the task that has each shard's part of it and the one that has its
-        gradient.
+      results, result_gradients: of an operator: per tensor, the task that has each shard's part of it and the one that
+        has its gradient.
     """
 
     tasks: list[int] = dataclasses.field(default_factory=list)
@@ -70,8 +72,8 @@ class Tasks:
       machine: the devices and links.
       costs: seconds of operators.
       strategy: one configuration per operator.
-      sync: how gradients of weights are added up: "ring", an all-reduce in a ring (2 (n - 1) / n of the bytes over every link of
-        the ring), or "server", the first replica collects them and sends the weights back (FlexFlow).
+      sync: how gradients of weights are added up: "ring", an all-reduce in a ring (2 (n - 1) / n of the bytes over
+        every link of the ring), or "server", the first replica collects them and sends the weights back (FlexFlow).
       optimizer_arrays: arrays of the size of the weights that the optimizer keeps, for the memory.
       shards: facts about the shards of `graph` with `costs` that are known already.
 
@@ -166,7 +168,9 @@ class Tasks:
         return self._memory.most
 
     def isolated_loads(self, operator: int, config: Config) -> list[np.ndarray]:
-        """The seconds per device and link, as `load`, of one operator, and of each of its weights. The graph stays as it is."""
+        """The seconds per device and link, as `load`, of one operator, and of each of its weights. The graph stays as
+        it is.
+        """
         strategy, present = self.strategy[operator], self.blocks[operator]
         self.strategy[operator] = config
         blocks = [TaskBlock()]
@@ -230,7 +234,9 @@ class Tasks:
         num_bytes: int,
         ends: tuple[int, int] | None = None,
     ) -> None:
-        """Task `b` (None: nothing) needs `num_bytes` of task `a`; `ends` are their devices, if the tasks do not say them."""
+        """Task `b` (None: nothing) needs `num_bytes` of task `a`; `ends` are their devices, if the tasks do not say
+        them.
+        """
         if ends is None:
             assert b is not None
             ends = self.device[a], self.device[b]
@@ -332,9 +338,7 @@ class Tasks:
             else:
                 self._build_server(block, gradients, num_bytes)
 
-    def _build_ring(
-        self, block: TaskBlock, gradients: dict[int, list[int]], num_bytes: int
-    ) -> None:
+    def _build_ring(self, block: TaskBlock, gradients: dict[int, list[int]], num_bytes: int) -> None:
         devices = sorted(gradients)
         count = len(devices)
         seconds = self.costs.update_seconds(num_bytes)
@@ -351,9 +355,7 @@ class Tasks:
             ends = device, devices[following]
             self._message(block, ready, updates[following], sent, ends)
 
-    def _build_server(
-        self, block: TaskBlock, gradients: dict[int, list[int]], num_bytes: int
-    ) -> None:
+    def _build_server(self, block: TaskBlock, gradients: dict[int, list[int]], num_bytes: int) -> None:
         first, *others = gradients
         update = self._new(block, self.costs.update_seconds(num_bytes), first)
         block.links += [(task, update) for task in gradients[first]]

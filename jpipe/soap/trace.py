@@ -35,16 +35,18 @@ def trace(
 ) -> OperatorGraph:
     """Traces a function into operators that can be split.
 
-    Calls are inlined and loops (`lax.scan`) unrolled. Elementwise equations that follow each other are one operator. Transposes,
-    reshapes, slices, broadcasts and casts of weights are no operators: they say which elements an operator reads.
+    Calls are inlined and loops (`lax.scan`) unrolled. Elementwise equations that follow each other are one operator.
+    Transposes, reshapes, slices, broadcasts and casts of weights are no operators: they say which elements an operator
+    reads.
 
     Args:
       function: from `(weights, *inputs)` to outputs, for training usually a loss. It is traced, not run.
       weights: a pytree of arrays or of `jax.ShapeDtypeStruct`.
-      inputs: pytrees of the same. The first dim of the first leaf counts samples, and so does the first dim of every other leaf
-        that has the same size.
+      inputs: pytrees of the same. The first dim of the first leaf counts samples, and so does the first dim of every
+        other leaf that has the same size.
       backward: whether the graph is of a training step: gradients with respect to `weights`, and their sums.
-      max_equations: about how many equations a loop may be unrolled into. Of a longer one, each unrolled turn stands for several.
+      max_equations: about how many equations a loop may be unrolled into. Of a longer one, each unrolled turn stands
+        for several.
 
     Returns:
       An `OperatorGraph`.
@@ -58,13 +60,12 @@ def trace(
     closed = jax.make_jaxpr(function)(weights, *inputs)
     program = flatten(closed, max_equations)
     paths, _ = jax.tree_util.tree_flatten_with_path(weights)
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths
-    ]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
     graph = _GraphBuilder(program, names, backward).build()
     if not graph.operators:
         raise ValueError(
-            "the function has no operator: its results do not depend on arithmetic of its arguments, so there is nothing to "
+            "the function has no operator: its results do not depend on arithmetic of its arguments, so there is "
+            "nothing to "
             "split. Pass a function that computes, such as a loss."
         )
     return graph
@@ -78,8 +79,8 @@ class Member:
       equation: the equation.
       reads: per input, which box of it a box of the operator's loops needs.
       writes: per output and dim, the loop that it follows, or None.
-      inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim of the input
-        that it becomes, or None.
+      inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim
+        of the input that it becomes, or None.
       tensors: per input, number of the graph's tensor that it is or shows; None if it is none.
       sources: per input, the result of an equation that it is or shows, and which box of that a box of it needs.
     """
@@ -119,14 +120,11 @@ class _GraphBuilder:
             operators.append(self._operator(group, *given))
         if self._unknown:
             warn(
-                f"no rule for {', '.join(self._unknown)}: such operators are not split, and one device reads all of their "
+                f"no rule for {', '.join(self._unknown)}: such operators are not split, and one device reads all of "
+                "their "
                 "inputs. Add a rule to `jpipe.soap.rules.RULES` to split them."
             )
-        results = [
-            self._number[base]
-            for value in self._program.results
-            if (base := refs[value][0]) in self._number
-        ]
+        results = [self._number[base] for value in self._program.results if (base := refs[value][0]) in self._number]
         _mark_samples(operators, self._tensors)
         if self._backward:
             self._keep_residuals(operators)
@@ -149,28 +147,17 @@ class _GraphBuilder:
         for value, reader in chosen.kept_for.items():
             number = self._number.get(value)
             if number is None:  # the operator keeps it for itself
-                like = (
-                    chosen.masks[value].outputs[0] if value in chosen.masks else value
-                )
+                like = chosen.masks[value].outputs[0] if value in chosen.masks else value
                 producer, dims = dims_of[like]
                 number = len(self._tensors)
-                tensor = Tensor(
-                    value.shape, item_bytes(value.dtype), producer, tuple(dims)
-                )
+                tensor = Tensor(value.shape, item_bytes(value.dtype), producer, tuple(dims))
                 self._tensors.append(tensor)
                 inside.setdefault(producer, []).append(number)
-            self._tensors[number] = dataclasses.replace(
-                self._tensors[number], kept_for=reader
-            )
+            self._tensors[number] = dataclasses.replace(self._tensors[number], kept_for=reader)
         for i, operator in enumerate(operators):
             numbers = {self._number[v] for v in chosen.reads[i] if v in self._number}
-            inputs = tuple(
-                dataclasses.replace(each, kept=each.tensor in numbers)
-                for each in operator.inputs
-            )
-            operators[i] = dataclasses.replace(
-                operator, inputs=inputs, residuals=tuple(inside.get(i, ()))
-            )
+            inputs = tuple(dataclasses.replace(each, kept=each.tensor in numbers) for each in operator.inputs)
+            operators[i] = dataclasses.replace(operator, inputs=inputs, residuals=tuple(inside.get(i, ())))
 
     def _resolve(self) -> list[FlatEquation]:
         """The equations that compute something; everything else becomes a reference."""
@@ -207,9 +194,7 @@ class _GraphBuilder:
                 if accesses is None:
                     self._refs[value] = value, (identity(value.shape),)
                 else:
-                    base, access = self._refs[
-                        equation.inputs[min(i, len(equation.inputs) - 1)]
-                    ]
+                    base, access = self._refs[equation.inputs[min(i, len(equation.inputs) - 1)]]
                     value.constant = value.constant or base.constant
                     self._refs[value] = base, (*accesses[i], *access)
             is_constant = all(value.constant for value in equation.outputs)
@@ -237,11 +222,7 @@ class _GraphBuilder:
         counts: dict[str, int],
         readers: dict[Value, list[int]],
     ) -> Operator:
-        nest, members = (
-            self._run(group, equations)
-            if group.is_run
-            else self._single(equations[group.equations[0]])
-        )
+        nest, members = self._run(group, equations) if group.is_run else self._single(equations[group.equations[0]])
         first = members[0].equation
         repeats = first.repeats
         inputs: dict[tuple[Value, Access], None] = {}
@@ -254,10 +235,7 @@ class _GraphBuilder:
         # A stack reads every turn's value.
         most = math.inf if first.primitive == "stack_turns" else repeats
         read = [
-            Input(
-                self._number[base], access, int(min(self._repeats.get(base, 1), most))
-            )
-            for base, access in inputs
+            Input(self._number[base], access, int(min(self._repeats.get(base, 1), most))) for base, access in inputs
         ]
         written = {loop for dims in nest.writes for loop in dims}
         loops = with_kinds(
@@ -316,9 +294,7 @@ class _GraphBuilder:
         member = self._member(equation, nest.reads, nest.writes, nothing)
         return nest, [member]
 
-    def _member(
-        self, equation: FlatEquation, reads: Any, writes: Any, inner: Any
-    ) -> Member:
+    def _member(self, equation: FlatEquation, reads: Any, writes: Any, inner: Any) -> Member:
         sources = tuple(self._refs[value] for value in equation.inputs)
         tensors = tuple(self._number.get(base) for base, _ in sources)
         return Member(
@@ -330,9 +306,7 @@ class _GraphBuilder:
             sources=sources,
         )
 
-    def _run(
-        self, group: Group, equations: Sequence[FlatEquation]
-    ) -> tuple[Nest, list[Member]]:
+    def _run(self, group: Group, equations: Sequence[FlatEquation]) -> tuple[Nest, list[Member]]:
         members, work = [], 0
         made: set[Value] = set()
         for k in group.equations:
@@ -377,11 +351,7 @@ def _mark_samples(operators: list[Operator], tensors: list[Tensor]) -> None:
                 if loop is None or dim is None or not operators[i].loops[loop].samples:
                     continue
                 if loops[dim].kind == ATTRIBUTE:
-                    loops[dim] = dataclasses.replace(
-                        loops[dim], kind=SAMPLE, samples=True
-                    )
-            operators[tensor.producer] = dataclasses.replace(
-                producer, loops=tuple(loops)
-            )
+                    loops[dim] = dataclasses.replace(loops[dim], kind=SAMPLE, samples=True)
+            operators[tensor.producer] = dataclasses.replace(producer, loops=tuple(loops))
             samples = tuple(d is not None and loops[d].samples for d in tensor.writes)
             tensors[each.tensor] = dataclasses.replace(tensor, samples=samples)

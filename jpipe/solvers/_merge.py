@@ -136,9 +136,5 @@ class _MergedGroups:
             host=self._host[kept],
             memory=self._sizes[kept],
             order=tuple(sorted(edges)),
-            nets={
-                frozenset(int(new[x]) for x in net): cost
-                for g in kept
-                for net, cost in self._nets_of[g].items()
-            },
+            nets={frozenset(int(new[x]) for x in net): cost for g in kept for net, cost in self._nets_of[g].items()},
         )

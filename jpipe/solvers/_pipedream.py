@@ -117,9 +117,7 @@ def pipedream(
     """
     levels = _levels(num_devices, bandwidth)
     if cost_model not in COST_MODELS:
-        raise ValueError(
-            f"`cost_model` must be one of {', '.join(COST_MODELS)}, got {shown(cost_model)}."
-        )
+        raise ValueError(f"`cost_model` must be one of {', '.join(COST_MODELS)}, got {shown(cost_model)}.")
     limit = graph.memory_limit if memory_limit is None else memory_limit
     limit = math.inf if limit is None else limit
     if not limit > 0:
@@ -128,24 +126,18 @@ def pipedream(
 
     kept = _kept(graph)
     if not kept:
-        raise ValueError(
-            f"`graph` must have a node to plan, got {len(graph.nodes)} inputs and unread outputs."
-        )
+        raise ValueError(f"`graph` must have a node to plan, got {len(graph.nodes)} inputs and unread outputs.")
     total = math.prod(level.size for level in levels)
     if total * sum(node.device_bytes for node in graph.nodes) <= limit:
         limit = math.inf  # a search without a limit is faster
-    state_set = _states(
-        graph, kept, levels, limit, all_states=all_states, max_states=max_states
-    )
+    state_set = _states(graph, kept, levels, limit, all_states=all_states, max_states=max_states)
     if straight and total > state_set.longest_chain:
         raise ValueError(
             f"`straight` puts one stage on each of {total} devices, and the graph can be cut into at most "
             f"{state_set.longest_chain}. Use fewer devices, or replicas."
         )
     placed = _placed(graph, kept, state_set)
-    costs = COST_MODELS[cost_model](
-        graph, kept, state_set, placed, limit=limit, transfers=transfers
-    )
+    costs = COST_MODELS[cost_model](graph, kept, state_set, placed, limit=limit, transfers=transfers)
     search = LevelSearch(costs, levels, straight)
     if search.best == math.inf:
         raise ValueError(_does_not_fit(graph, costs, levels, straight))
@@ -154,10 +146,7 @@ def pipedream(
     return Solution(
         solver="pipedream",
         objective=search.best,
-        stages=tuple(
-            Stage(_nodes(graph, placed[:, j] & ~placed[:, i]), replicas)
-            for i, j, replicas in cuts
-        ),
+        stages=tuple(Stage(_nodes(graph, placed[:, j] & ~placed[:, i]), replicas) for i, j, replicas in cuts),
         bound=search.best,
         optimal=True,
         data_parallel=data_parallel_seconds(costs, levels),
@@ -168,12 +157,8 @@ def _nodes(graph: Graph, chosen: np.ndarray) -> tuple:
     return tuple(graph.nodes[v].id for v in graph.topological_order if chosen[v])
 
 
-def _levels(
-    num_devices: int | Sequence[int], bandwidth: float | Sequence[float]
-) -> list[LinkLevel]:
-    sizes: list = (
-        list(num_devices) if isinstance(num_devices, Sequence) else [num_devices]
-    )
+def _levels(num_devices: int | Sequence[int], bandwidth: float | Sequence[float]) -> list[LinkLevel]:
+    sizes: list = list(num_devices) if isinstance(num_devices, Sequence) else [num_devices]
     speeds = list(bandwidth) if isinstance(bandwidth, Sequence) else [bandwidth]
     if not sizes or len(sizes) != len(speeds):
         raise ValueError(
@@ -188,13 +173,8 @@ def _levels(
         except TypeError:
             size = 0
         if size < 1:
-            raise ValueError(
-                f"`num_devices` must be whole numbers, at least 1, got {shown(num_devices)}."
-            )
-        if (
-            not isinstance(speed, (int, float, np.number))
-            or not 0 < speed <= sys.float_info.max
-        ):
+            raise ValueError(f"`num_devices` must be whole numbers, at least 1, got {shown(num_devices)}.")
+        if not isinstance(speed, (int, float, np.number)) or not 0 < speed <= sys.float_info.max:
             raise ValueError(
                 f"`bandwidth` must be finite and above 0, got {shown(bandwidth)}: without it transfers would be "
                 "free. To leave out the transfers of activations, pass transfers=False."
@@ -222,17 +202,13 @@ def _check_nodes(graph: Graph, transfers: bool) -> None:
             )
         else:
             continue
-        raise ValueError(
-            f"PipeDream's model does not cover the node {shown(node.id)}: it {wrong}."
-        )
+        raise ValueError(f"PipeDream's model does not cover the node {shown(node.id)}: it {wrong}.")
 
 
 def _kept(graph: Graph) -> list[int]:
     """The nodes whose costs count, in topological order."""
     kept = {
-        v
-        for v, node in enumerate(graph.nodes)
-        if graph.predecessors[v] or not node.description.startswith("Input")
+        v for v, node in enumerate(graph.nodes) if graph.predecessors[v] or not node.description.startswith("Input")
     }
     # All at once: a node that becomes a sink when another sink is left out stays.
     unread = {v for v in kept if kept.isdisjoint(graph.successors[v])}
@@ -311,9 +287,7 @@ def _placed(graph: Graph, kept: list[int], state_set: States) -> np.ndarray:
     return placed
 
 
-def _does_not_fit(
-    graph: Graph, costs: StageCosts, levels: list[LinkLevel], straight: bool
-) -> str:
+def _does_not_fit(graph: Graph, costs: StageCosts, levels: list[LinkLevel], straight: bool) -> str:
     needed = object.__new__(StageBytes)
     needed.__dict__.update(costs.__dict__)
     least = math.ceil(LevelSearch(needed, levels, straight).best)

@@ -79,16 +79,11 @@ class Problem:
 
     def stage_memory(self, groups: Iterable[int]) -> float:
         """Bytes of a stage on its device."""
-        return sum(
-            self.graph.nodes[v].device_bytes for g in groups for v in self.groups[g]
-        )
+        return sum(self.graph.nodes[v].device_bytes for g in groups for v in self.groups[g])
 
     def fits(self, split: "Split") -> bool:
         """Whether every device holds its stage."""
-        return all(
-            on_host or self.stage_memory(groups) <= self.most_memory
-            for groups, on_host in split
-        )
+        return all(on_host or self.stage_memory(groups) <= self.most_memory for groups, on_host in split)
 
     def stage_load(self, groups: Iterable[int], on_host: bool) -> float:
         """Time of a stage, computed from the graph."""
@@ -97,9 +92,7 @@ class Problem:
         if on_host:
             return math.fsum(nodes[v].host for v in inside)
         crossing = {u for u, v in self.graph.edges if (u in inside) != (v in inside)}
-        return math.fsum(
-            [nodes[v].seconds for v in inside] + [self.transfers[u] for u in crossing]
-        )
+        return math.fsum([nodes[v].seconds for v in inside] + [self.transfers[u] for u in crossing])
 
     def solution(
         self,
@@ -119,9 +112,7 @@ class Problem:
         place = {v: p for p, v in enumerate(self.graph.topological_order)}
         loads, records = [], []
         for groups, on_host in stages:
-            nodes = sorted(
-                (v for g in groups for v in self.groups[g]), key=place.__getitem__
-            )
+            nodes = sorted((v for g in groups for v in self.groups[g]), key=place.__getitem__)
             if nodes:
                 ids = tuple(self.graph.nodes[v].id for v in nodes)
                 records.append(Stage(ids, on_host=bool(on_host)))
@@ -171,16 +162,12 @@ def placement(
     limit = graph.memory_limit if memory_limit is None else memory_limit
     limit = math.inf if limit is None else limit
     if num_devices is None:
-        raise ValueError(
-            "`num_devices` must be given, got None: the graph does not say it either."
-        )
+        raise ValueError("`num_devices` must be given, got None: the graph does not say it either.")
     for name, value in (("num_devices", num_devices), ("num_hosts", num_hosts)):
         if value < 0:
             raise ValueError(f"`{name}` must be at least 0, got {shown(value)}.")
     if num_devices + num_hosts < 1:
-        raise ValueError(
-            "`num_devices` and `num_hosts` must not both be 0: nothing could run. Add a device."
-        )
+        raise ValueError("`num_devices` and `num_hosts` must not both be 0: nothing could run. Add a device.")
     if not limit >= 0:
         raise ValueError(f"`memory_limit` must be at least 0, got {shown(limit)}.")
 
@@ -220,7 +207,8 @@ def placement(
         if math.isinf(problem.device[g]) and math.isinf(problem.host[g]):
             first_id, more = graph.nodes[nodes[0]].id, len(nodes) - 1
             raise ValueError(
-                f"node {shown(first_id)}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
+                f"node {shown(first_id)}{f' with {more} nodes that must be beside it' if more else ''} can be placed "
+                "nowhere: "
                 f"{memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )
@@ -232,22 +220,17 @@ def _groups(graph: Graph, contiguous: bool) -> tuple[np.ndarray, set[tuple[int, 
     sparse, csgraph = import_scipy("sparse"), import_scipy("sparse.csgraph")
     number: dict[tuple, int] = {}
     keys = [
-        ("alone", v) if node.colocation is None else ("with", node.colocation)
-        for v, node in enumerate(graph.nodes)
+        ("alone", v) if node.colocation is None else ("with", node.colocation) for v, node in enumerate(graph.nodes)
     ]
     group_of = np.array([number.setdefault(k, len(number)) for k in keys], np.intp)
     order = _order(graph, group_of, len(number)) if contiguous else set()
     # Groups on a cycle are a strongly connected component.
     ends = np.array(sorted(order), np.intp).reshape(-1, 2)
-    links = sparse.coo_array(
-        (np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(number),) * 2
-    )
+    links = sparse.coo_array((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(number),) * 2)
     _, component = csgraph.connected_components(links, connection="strong")
     _, first, component = np.unique(component, return_index=True, return_inverse=True)
     component = np.argsort(np.argsort(first))[component]  # in the nodes' order
-    return component[group_of], {
-        (int(component[a]), int(component[b])) for a, b in order
-    }
+    return component[group_of], {(int(component[a]), int(component[b])) for a, b in order}
 
 
 def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
@@ -262,7 +245,8 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
         if transfer is None:
             if bandwidth is None and after and node.output_bytes:
                 raise ValueError(
-                    f"`bandwidth` must be given, got None: node {shown(node.id)} has {node.output_bytes:g} bytes of output "
+                    f"`bandwidth` must be given, got None: node {shown(node.id)} has {node.output_bytes:g} bytes of "
+                    "output "
                     "and no `transfer`. Pass bytes per unit of time, or math.inf for transfers that take no time."
                 )
             transfer = node.output_bytes / bandwidth if bandwidth is not None else 0.0
@@ -368,13 +352,10 @@ def reach(problem: Problem) -> tuple[list[int], list[int]]:
 Split = list[tuple[list[int], bool]]
 
 
-def regroup(
-    problem: Problem, merged: Problem, split: tuple[float, Split]
-) -> tuple[float, Split]:
+def regroup(problem: Problem, merged: Problem, split: tuple[float, Split]) -> tuple[float, Split]:
     """A split of merged groups as a split of the problem's groups."""
     group_of = {v: g for g, nodes in enumerate(problem.groups) for v in nodes}
     stages = [
-        (sorted({group_of[v] for g in groups for v in merged.groups[g]}), on_host)
-        for groups, on_host in split[1]
+        (sorted({group_of[v] for g in groups for v in merged.groups[g]}), on_host) for groups, on_host in split[1]
     ]
     return split[0], stages

@@ -75,9 +75,7 @@ def throughput_ip(
       which also leaves fewer equal solutions.
     """
     if not time_limit > 0:
-        raise ValueError(
-            f"`time_limit` must be above 0 seconds, got {shown(time_limit)}."
-        )
+        raise ValueError(f"`time_limit` must be above 0 seconds, got {shown(time_limit)}.")
     if not gap >= 0:
         raise ValueError(f"`gap` must be at least 0, got {shown(gap)}.")
     gap = max(gap, _TOLERANCE)
@@ -86,9 +84,7 @@ def throughput_ip(
     best = _linearised(graph, limits, problem)
     small = merge(problem, ordered=contiguous)
     bound = lower_bound(small)
-    program = (_Ordered if contiguous else _Unordered)(
-        small, bound, best[0] if best else math.inf
-    )
+    program = (_Ordered if contiguous else _Unordered)(small, bound, best[0] if best else math.inf)
     split, proved, is_infeasible = program.solve(time_limit, gap)
     bound = max(bound, proved)
     if split is not None:
@@ -98,12 +94,8 @@ def throughput_ip(
     if best is None:
         sizes = f"{problem.num_devices} devices of {problem.memory_limit:g} bytes and {problem.num_hosts} hosts"
         if is_infeasible:
-            raise ValueError(
-                f"no split fits {sizes}. Raise `memory_limit` or `num_devices`."
-            )
-        raise ValueError(
-            f"no split that fits {sizes} was found in {time_limit:g} seconds. Raise `time_limit`."
-        )
+            raise ValueError(f"no split fits {sizes}. Raise `memory_limit` or `num_devices`.")
+        raise ValueError(f"no split that fits {sizes} was found in {time_limit:g} seconds. Raise `time_limit`.")
     return problem.solution("throughput_ip", best[1], min(bound, best[0]), gap)
 
 
@@ -276,8 +268,7 @@ class _Ordered(_IntegerProgram):
         num_devices = self.on_host.count(False)
         for g, (before, after) in enumerate(zip(*reach(problem))):
             by_it, from_it = (
-                work[g] + sum(work[i] for i in range(len(work)) if bits >> i & 1)
-                for bits in (before, after)
+                work[g] + sum(work[i] for i in range(len(work)) if bits >> i & 1) for bits in (before, after)
             )
             row = []
             for p in range(len(self.on_host)):
@@ -287,9 +278,7 @@ class _Ordered(_IntegerProgram):
                 left = num_devices - devices
                 must = from_it > most + (left * upper if left else 0.0)
                 last = p == len(self.on_host) - 1
-                row.append(
-                    self.column(float(must or last), float(can or last), is_whole=True)
-                )
+                row.append(self.column(float(must or last), float(can or last), is_whole=True))
             columns.append(row)
             for p, q in itertools.pairwise(row):
                 self.row([(p, 1.0), (q, -1.0)], high=0.0)
@@ -304,10 +293,7 @@ class _Ordered(_IntegerProgram):
     def split(self, values):
         by = values[np.array(self.is_by)].round()
         stage = (by == 0).sum(axis=1)
-        split = [
-            (np.flatnonzero(stage == p).tolist(), on_host)
-            for p, on_host in enumerate(self.on_host)
-        ]
+        split = [(np.flatnonzero(stage == p).tolist(), on_host) for p, on_host in enumerate(self.on_host)]
         return [(groups, on_host) for groups, on_host in split if groups]
 
 
@@ -329,10 +315,7 @@ class _Unordered(_IntegerProgram):
         work = np.where(np.isfinite(problem.device), problem.device, -1.0)
         rank = np.argsort(np.argsort(-work, kind="stable"))
         self.at = [
-            [
-                self.column(high=float(on_host or p <= rank[g]), is_whole=True)
-                for p, on_host in enumerate(self.on_host)
-            ]
+            [self.column(high=float(on_host or p <= rank[g]), is_whole=True) for p, on_host in enumerate(self.on_host)]
             for g in range(count)
         ]
         for g in range(count):
@@ -346,10 +329,7 @@ class _Unordered(_IntegerProgram):
     def split(self, values):
         stage = values[np.array(self.at)].argmax(axis=1)
         place = {v: p for p, v in enumerate(self.problem.graph.topological_order)}
-        split = [
-            (np.flatnonzero(stage == p).tolist(), on_host)
-            for p, on_host in enumerate(self.on_host)
-        ]
+        split = [(np.flatnonzero(stage == p).tolist(), on_host) for p, on_host in enumerate(self.on_host)]
 
         def first(stage):
             return min(place[v] for g in stage[0] for v in self.problem.groups[g])

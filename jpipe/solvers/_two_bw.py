@@ -111,9 +111,7 @@ def two_bw(
         batch_size=batch_size,
     )
     if schedule not in _VERSIONS:
-        raise ValueError(
-            f"`schedule` must be one of {', '.join(_VERSIONS)}, got {shown(schedule)}."
-        )
+        raise ValueError(f"`schedule` must be one of {', '.join(_VERSIONS)}, got {shown(schedule)}.")
     fitting, least = [], math.inf
     for width in range(1, machine.num_devices + 1):
         for depth in range(1, machine.num_devices // width + 1):
@@ -140,10 +138,12 @@ def two_bw(
                         fitting.append(configuration)
     if not fitting:
         what = (
-            f"the least memory that suffices is {least:.4g} bytes per device, the limit is {machine.memory_limit:.4g}. Use "
+            f"the least memory that suffices is {least:.4g} bytes per device, the limit is {machine.memory_limit:.4g}. "
+            "Use "
             "more devices or smaller microbatches."
             if least < math.inf
-            else f"no microbatch size of {sorted(blocks.seconds)} divides the batch of {batch_size}, with replicas, into as many "
+            else f"no microbatch size of {sorted(blocks.seconds)} divides the batch of {batch_size}, with replicas, "
+            "into as many "
             "microbatches as there are stages."
         )
         raise ValueError(f"no configuration fits: {what}")
@@ -177,11 +177,7 @@ def _configuration(
     boundary = size * blocks.boundary_bytes
     in_flight = num_microbatches if schedule == "gpipe" else depth
     stashed = in_flight if recompute_factor is None else 1
-    memory = (
-        _VERSIONS[schedule] * weights
-        + stashed * per_stage * size * blocks.activation_bytes
-        + in_flight * boundary
-    )
+    memory = _VERSIONS[schedule] * weights + stashed * per_stage * size * blocks.activation_bytes + in_flight * boundary
     compute = per_stage * blocks.seconds[size] * (recompute_factor or 1.0)
     transfer = 2 * (2 * boundary) / bandwidth(depth) if depth > 1 else 0.0
     reduce = 2 * (width - 1) / width * weights / bandwidth(width)

@@ -39,9 +39,7 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
     num_layers = len(values)
     # With rounding, two stages could hand a layer to each other for ever. Integers are exact.
     ratios = [cost.as_integer_ratio() for cost in values.tolist()]
-    unit = max(
-        denominator for _, denominator in ratios
-    )  # all denominators are powers of 2
+    unit = max(denominator for _, denominator in ratios)  # all denominators are powers of 2
     whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     least = min(whole)
     dearest_layer = max(whole) - least
@@ -58,9 +56,7 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
                 return ends[1:-1]
             # The nearest of the cheapest stages, as in the paper, so that no giver is empty.
             # torchgpipe takes the first, and never returns for [0, 0, 0, 0, 1, 1] in 5 stages.
-            cheapest = min(
-                (cost, abs(s - dearest), s) for s, cost in enumerate(stages)
-            )[-1]
+            cheapest = min((cost, abs(s - dearest), s) for s, cost in enumerate(stages))[-1]
             if dearest < cheapest:
                 giver = cheapest - 1
                 ends[cheapest] -= 1

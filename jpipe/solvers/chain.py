@@ -11,9 +11,7 @@ from jpipe.stages.min_max import min_max
 _CUTS: dict[str, Callable] = {"min-max": min_max, "block": block_partition}
 
 
-def split_chain(
-    graph: Graph, num_stages: int, solver: Literal["min-max", "block"] = "min-max"
-) -> Solution:
+def split_chain(graph: Graph, num_stages: int, solver: Literal["min-max", "block"] = "min-max") -> Solution:
     """Cuts the topological order of a graph into stages of consecutive nodes, one device each.
 
     Args:
@@ -46,10 +44,7 @@ def split_chain(
     return Solution(
         solver=solver,
         objective=objective,
-        stages=tuple(
-            Stage(tuple(node.id for node in nodes[i:j]))
-            for i, j in itertools.pairwise(starts)
-        ),
+        stages=tuple(Stage(tuple(node.id for node in nodes[i:j])) for i, j in itertools.pairwise(starts)),
         bound=bound,
         optimal=objective <= bound,
     )

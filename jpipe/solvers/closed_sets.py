@@ -64,17 +64,13 @@ class ClosedSets:
                     features.append(count == n)
                     weights.append(cost)
         self.partial_cost = partial_cost
-        self.features = (
-            np.stack(features, axis=1) if features else np.zeros((num_sets, 0), bool)
-        )
+        self.features = np.stack(features, axis=1) if features else np.zeros((num_sets, 0), bool)
         self.weights = np.array(weights)
 
     def __len__(self) -> int:
         return len(self.member)
 
-    def best_split(
-        self, below: float = math.inf, max_pairs: float = math.inf
-    ) -> tuple[float, Split] | None:
+    def best_split(self, below: float = math.inf, max_pairs: float = math.inf) -> tuple[float, Split] | None:
         """The split along these sets whose slowest stage takes the least time.
 
         Args:
@@ -108,9 +104,7 @@ class _SplitSearch:
         self.best[0, 0, 0] = 0.0
         self.total = sets.device[-1]
         slack = 1e-9 * self.total  # for rounding
-        on_hosts = [
-            work_on_hosts(sets.problem, below * n) for n in range(1, self.h + 1)
-        ]
+        on_hosts = [work_on_hosts(sets.problem, below * n) for n in range(1, self.h + 1)]
         # [j, h]: the most work that j devices and h hosts do, each within `below`.
         on_devices = below * np.arange(1, self.k + 1)
         self.capacity = slack + np.add.outer([0.0, *on_devices], [0.0, *on_hosts])
@@ -134,9 +128,7 @@ class _SplitSearch:
             states = [
                 (j, h)
                 for j, h in itertools.product(range(self.k + 1), range(self.h + 1))
-                if j + h
-                and self.total - work[-1] <= self.left[j, h]
-                and work[0] <= self.capacity[j, h]
+                if j + h and self.total - work[-1] <= self.left[j, h] and work[0] <= self.capacity[j, h]
             ]
             if not states:
                 useful_from[ends] = math.inf
@@ -144,10 +136,7 @@ class _SplitSearch:
             earlier = np.arange(firsts[begin], begin)
             earlier = earlier[useful_from[earlier] <= work[-1]]
             starts = np.concatenate([earlier, ends])
-            pairs = [
-                self._stages(starts[i : i + _STARTS], ends)
-                for i in range(0, len(starts), _STARTS)
-            ]
+            pairs = [self._stages(starts[i : i + _STARTS], ends) for i in range(0, len(starts), _STARTS)]
             self._extend(sorted(states, key=sum), ends, pairs)
             useful_from[ends] = self._useful_from(ends)
         whole = self.best[:, :, last]
@@ -178,12 +167,10 @@ class _SplitSearch:
                 load = sets.host[ends][:, None] - sets.host[starts][None, :]
                 unable = sets.not_host
             else:
-                load = (sets.device + sets.partial_cost)[ends][:, None] + (
-                    sets.partial_cost - sets.device
-                )[starts][None, :]
-                features = np.flatnonzero(
-                    sets.features[starts].any(axis=0) & sets.features[ends].any(axis=0)
-                )
+                load = (sets.device + sets.partial_cost)[ends][:, None] + (sets.partial_cost - sets.device)[starts][
+                    None, :
+                ]
+                features = np.flatnonzero(sets.features[starts].any(axis=0) & sets.features[ends].any(axis=0))
                 if len(features):
                     left = sets.features[np.ix_(ends, features)]
                     right = sets.features[np.ix_(starts, features)]
@@ -204,10 +191,7 @@ class _SplitSearch:
 
         A state has one stage more than the states it comes from, so pairs may be in any order.
         """
-        groups = [
-            [None if p is None or not len(p[0]) else _runs(p) for p in kinds]
-            for kinds in pairs
-        ]
+        groups = [[None if p is None or not len(p[0]) else _runs(p) for p in kinds] for kinds in pairs]
         for j, h in states:
             values = np.full(len(ends), math.inf)
             for kinds in groups:
@@ -221,9 +205,7 @@ class _SplitSearch:
             values[self.total - self.sets.device[ends] > self.left[j, h]] = math.inf
             # A state is never needed if fewer devices or hosts do as well.
             if j:
-                values[self.best[:j, : h + 1, ends].min(axis=(0, 1)) <= values] = (
-                    math.inf
-                )
+                values[self.best[:j, : h + 1, ends].min(axis=(0, 1)) <= values] = math.inf
             if h:
                 values[self.best[j, :h, ends].min(axis=1) <= values] = math.inf
             values[~(values < self.below)] = math.inf

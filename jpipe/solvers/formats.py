@@ -32,9 +32,7 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
       https://github.com/msr-fiddle/dnn-partitioning, README.
     """
     if format not in READERS:
-        raise ValueError(
-            f"`format` must be one of {', '.join(READERS)}, got {shown(format)}."
-        )
+        raise ValueError(f"`format` must be one of {', '.join(READERS)}, got {shown(format)}.")
     return READERS[format](str(path), read_text(path, "utf-8-sig"))
 
 
@@ -48,9 +46,7 @@ def _graph(path, nodes, edges, **limits) -> Graph:
       **limits: the graph's other fields.
     """
     if not nodes:
-        raise ValueError(
-            f"{path}: there is no node. Is `format` the format of this file?"
-        )
+        raise ValueError(f"{path}: there is no node. Is `format` the format of this file?")
     try:
         graph = Graph(tuple(node for _, node in nodes), (), **limits)
         position = {node.id: v for v, node in enumerate(graph.nodes)}
@@ -107,9 +103,7 @@ def _read_pipedream(path: str, text: str) -> Graph:
                 f"{content[:80]!r}."
             )
         try:
-            forward, backward, parameter = (
-                float(match[key]) for key in ("forward", "backward", "parameter")
-            )
+            forward, backward, parameter = (float(match[key]) for key in ("forward", "backward", "parameter"))
             activations = match["activation"].strip("[]").split(";")
             sizes = tuple(float(size) for size in activations if size.strip())
         except ValueError as error:
@@ -179,9 +173,7 @@ def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
     nodes, edges = content["nodes"], content["edges"]
     for n, node in enumerate(nodes):
         if not isinstance(node, _Record):
-            raise ValueError(
-                f"{path}:{nodes.line}: node {n} in the list must be an object, got {shown(node)}."
-            )
+            raise ValueError(f"{path}:{nodes.line}: node {n} in the list must be an object, got {shown(node)}.")
     return content, nodes, edges
 
 
@@ -189,9 +181,7 @@ def _get(path: str, record: _Record, key: str, kind: Any = int | float):
     """The value of a required field."""
     if not isinstance(record.get(key), kind):
         got = repr(record[key]) if key in record else "nothing"
-        raise ValueError(
-            f"{path}:{record.line}: `{key}` must be {_NAMES[kind]}, got {got}."
-        )
+        raise ValueError(f"{path}:{record.line}: `{key}` must be {_NAMES[kind]}, got {got}.")
     return record[key]
 
 
@@ -210,9 +200,7 @@ def _read_placement(path: str, text: str) -> Graph:
     edges: dict[tuple[Id, Id], int] = {}
     for n, edge in enumerate(edge_records):
         if not isinstance(edge, _Record):
-            raise ValueError(
-                f"{path}:{edge_records.line}: edge {n} in the list must be an object, got {shown(edge)}."
-            )
+            raise ValueError(f"{path}:{edge_records.line}: edge {n} in the list must be an object, got {shown(edge)}.")
         source, destination = (_get(path, edge, key, Id) for key in _ENDS)
         cost = _get(path, edge, "cost")
         if moving.setdefault(source, cost) != cost:
@@ -261,7 +249,8 @@ def _read_jpipe(path: str, text: str) -> Graph:
     content, records, edges = _read_json(path, text)
     if content.get("format") != FORMAT:
         raise ValueError(
-            f"{path}:1: `format` must be {FORMAT!r}, got {shown(content.get('format'))}. Is `format` the format of this file?"
+            f"{path}:1: `format` must be {FORMAT!r}, got {shown(content.get('format'))}. Is `format` the format of "
+            "this file?"
         )
     for n, edge in enumerate(edges):
         if not isinstance(edge, _List) or len(edge) != 2:

@@ -58,22 +58,14 @@ class Node:
 
     def __post_init__(self):
         if not isinstance(self.id, Id):
-            raise ValueError(
-                f"`id` must be a string or an integer, got {shown(self.id)}."
-            )
+            raise ValueError(f"`id` must be a string or an integer, got {shown(self.id)}.")
         if not isinstance(self.colocation, Id | None):
-            raise ValueError(
-                f"`colocation` must be a string or an integer, got {shown(self.colocation)}."
-            )
+            raise ValueError(f"`colocation` must be a string or an integer, got {shown(self.colocation)}.")
         if not isinstance(self.description, str):
-            raise ValueError(
-                f"`description` must be a string, got {shown(self.description)}."
-            )
+            raise ValueError(f"`description` must be a string, got {shown(self.description)}.")
         for name in ("is_backward", "on_device"):
             if getattr(self, name) not in (False, True):
-                raise ValueError(
-                    f"`{name}` must be true or false, got {shown(getattr(self, name))}."
-                )
+                raise ValueError(f"`{name}` must be true or false, got {shown(getattr(self, name))}.")
         for name in ("forward", "backward", "parameter_bytes"):
             _check_size(name, getattr(self, name))
         for name in ("memory_bytes", "transfer", "host"):
@@ -106,9 +98,7 @@ class Node:
 
 def _check_size(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(
-            f"`{name}` must be a finite number, at least 0, got {shown(value)}: it is a time or a size."
-        )
+        raise ValueError(f"`{name}` must be a finite number, at least 0, got {shown(value)}: it is a time or a size.")
 
 
 class FaultyItem(ValueError):
@@ -150,9 +140,7 @@ class Graph:
         positions: dict[Id, int] = {}
         for v, node in enumerate(self.nodes):
             if node.id in positions:
-                raise FaultyItem(
-                    "node", v, f"two nodes have the id {shown(node.id)}. Rename one."
-                )
+                raise FaultyItem("node", v, f"two nodes have the id {shown(node.id)}. Rename one.")
             positions[node.id] = v
         seen = set()
         for e, (u, v) in enumerate(self.edges):
@@ -171,9 +159,7 @@ class Graph:
         for name in ("num_devices", "num_hosts"):
             count = getattr(self, name)
             if count is not None and (not isinstance(count, int) or count < 0):
-                raise ValueError(
-                    f"`{name}` must be a whole number, at least 0, got {shown(count)}."
-                )
+                raise ValueError(f"`{name}` must be a whole number, at least 0, got {shown(count)}.")
         if self.memory_limit is not None:
             _check_size("memory_limit", self.memory_limit)
 
@@ -255,9 +241,7 @@ FORMAT = "jpipe graph 1"
 LIMITS = ("num_devices", "num_hosts", "memory_limit")
 
 
-def neighbours(
-    num_nodes: int, edges: Iterable[tuple[int, int]]
-) -> tuple[tuple[int, ...], ...]:
+def neighbours(num_nodes: int, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
     """For each node, the nodes that its edges lead to."""
     targets: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:

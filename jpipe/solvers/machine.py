@@ -57,9 +57,7 @@ class Machine:
         for name in ("latency", "tick", "jitter", "step"):
             if not 0 <= getattr(self, name) < math.inf:
                 what = "fraction of a tick" if name == "jitter" else "number of seconds"
-                raise ValueError(
-                    f"`{name}` must be a {what}, at least 0, got {shown(getattr(self, name))}."
-                )
+                raise ValueError(f"`{name}` must be a {what}, at least 0, got {shown(getattr(self, name))}.")
 
     @property
     def server_size(self) -> int:

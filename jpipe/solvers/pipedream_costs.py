@@ -37,9 +37,7 @@ class LinkLevel:
         return -(-(behind + (self.size - used) * self.devices) // m)
 
 
-def neighbours_within(
-    neighbours: Sequence[Sequence[int]], kept: Sequence[int]
-) -> list[list[int]]:
+def neighbours_within(neighbours: Sequence[Sequence[int]], kept: Sequence[int]) -> list[list[int]]:
     """The neighbours of the kept nodes, as positions in `kept`."""
     row = {v: n for n, v in enumerate(kept)}
     return [[row[u] for u in neighbours[v] if u in row] for v in kept]
@@ -96,17 +94,13 @@ class StageCosts:
           j: state at which the stage ends.
           behind: number of devices in later stages.
         """
-        seconds = np.where(
-            self.contains[i, j], self.between(self.seconds, i, j), np.inf
-        )
+        seconds = np.where(self.contains[i, j], self.between(self.seconds, i, j), np.inf)
         if self.limit < math.inf:
             needed = (1 + behind) * self.between(self.memory, i, j)
             seconds = np.where(needed <= self.limit, seconds, np.inf)
         return seconds
 
-    def replicated(
-        self, seconds: np.ndarray, i, j, level: LinkLevel, m: int, first: bool
-    ) -> np.ndarray:
+    def replicated(self, seconds: np.ndarray, i, j, level: LinkLevel, m: int, first: bool) -> np.ndarray:
         """Seconds of m replicas of a component that takes `seconds`.
 
         Args:
@@ -139,12 +133,7 @@ class _Sosp19(StageCosts):
     def _handed_on(self, state_set, predecessors, successors):
         """Outputs that a node outside reads."""
         inside = state_set.members
-        return np.array(
-            [
-                inside[v] & ~inside[after].all(axis=0)
-                for v, after in enumerate(successors)
-            ]
-        )
+        return np.array([inside[v] & ~inside[after].all(axis=0) for v, after in enumerate(successors)])
 
 
 class _Repo(StageCosts):

@@ -111,9 +111,7 @@ class LevelSearch:
         for m in self._options(depth):
             # Without a memory limit, the number of devices behind makes no difference.
             uses = range(m + 1, size + 1) if self._costs.limit < math.inf else [size]
-            later = np.stack(
-                [self._later(depth, i, j, behind, used=u, m=m) for u in uses]
-            )
+            later = np.stack([self._later(depth, i, j, behind, used=u, m=m) for u in uses])
             later[later > self._most[depth]] = np.inf
             last = later.shape[-1] - np.isfinite(later[..., ::-1]).argmax(-1)
             last[~np.isfinite(later).any(-1)] = 0
@@ -142,9 +140,7 @@ class LevelSearch:
         size, num_states = self._levels[depth - 1].size, self._num_states
         later = later or functools.partial(self._later_stages, depth, behind)
         i, j = np.arange(start, stop)[:, None], np.arange(num_states)
-        least = np.stack(
-            [self._first(depth, i, j, behind, m) for m in range(1, size + 1)]
-        )
+        least = np.stack([self._first(depth, i, j, behind, m) for m in range(1, size + 1)])
         least[least > self._most[depth]] = np.inf
         spare = np.empty_like(least)
         for k in range(start + 1, num_states - 1):
@@ -169,9 +165,7 @@ class LevelSearch:
                 np.minimum(best, slower, out=best)
         return least
 
-    def _trace(
-        self, depth: int, i: int, j: int, behind: int, copies: int
-    ) -> list[tuple[int, int, int]]:
+    def _trace(self, depth: int, i: int, j: int, behind: int, copies: int) -> list[tuple[int, int, int]]:
         """The stages of the best plan, found from the last to the first by the entries of the table."""
         if depth == 0:
             return [(i, j, copies)]
@@ -187,9 +181,7 @@ class LevelSearch:
         after = self._behind(level, behind, used, used)
         return self._trace(depth - 1, i, j, after, copies * used) + stages
 
-    def _split(
-        self, depth: int, i: int, j: int, behind: int, used: int, least: np.ndarray
-    ) -> tuple[int, int]:
+    def _split(self, depth: int, i: int, j: int, behind: int, used: int, least: np.ndarray) -> tuple[int, int]:
         """The state at which the last stage begins, and its number of components."""
         k = np.arange(i + 1, j)
         for m in self._options(depth):

@@ -96,6 +96,4 @@ def get(name: str) -> Solver:
     if name in SOLVERS:
         return SOLVERS[name]
     guess = did_you_mean(name, names(), cutoff=0.4)
-    raise ValueError(
-        f"unknown solver {shown(name)}.{guess} Known: {', '.join(names())}."
-    )
+    raise ValueError(f"unknown solver {shown(name)}.{guess} Known: {', '.join(names())}.")

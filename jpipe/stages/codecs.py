@@ -75,9 +75,7 @@ class LeafCodec(NamedTuple):
         wire, state = compressor.encode(x, state)
         return _in_order(wire), state
 
-    def encode_gradient(
-        self, x: jax.Array, state: Any, arrived: Sequence[jax.Array]
-    ) -> tuple[list[jax.Array], Any]:
+    def encode_gradient(self, x: jax.Array, state: Any, arrived: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
         """The wire of the gradient, and the next state.
 
         Args:
@@ -111,18 +109,14 @@ class LeafCodec(NamedTuple):
             return activations
         return gradients
 
-    def _named(
-        self, wire: Sequence[jax.Array], gradient: bool = False
-    ) -> dict[str, jax.Array]:
+    def _named(self, wire: Sequence[jax.Array], gradient: bool = False) -> dict[str, jax.Array]:
         compressor = self._compressor(gradient)
         assert compressor is not None
         names = sorted(_wire_of(compressor, self.leaf.aval))
         return dict(zip(names, wire, strict=True))
 
 
-def codecs_of(
-    leaves: Sequence[Leaf], compression: MessageCompression, what: str
-) -> tuple[LeafCodec, ...]:
+def codecs_of(leaves: Sequence[Leaf], compression: MessageCompression, what: str) -> tuple[LeafCodec, ...]:
     """The codec of each leaf of a message; leaves that are not of floating point go as they are.
 
     Args:
@@ -144,10 +138,7 @@ def codecs_of(
     for leaf in inexact:
         for compressor in compressors:
             compressor.check(leaf.aval, what)
-    return tuple(
-        LeafCodec(leaf, compression if is_inexact(leaf.aval) else NO_COMPRESSION)
-        for leaf in leaves
-    )
+    return tuple(LeafCodec(leaf, compression if is_inexact(leaf.aval) else NO_COMPRESSION) for leaf in leaves)
 
 
 def state_key(message: str, number: int, first_state: Any) -> str:
@@ -167,9 +158,7 @@ def inbox_of(key: str) -> str:
     return key.partition(" ")[0]
 
 
-def first_states(
-    messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chunks: int
-) -> dict[str, Any]:
+def first_states(messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chunks: int) -> dict[str, Any]:
     """What the compressors of all messages keep on a device, before the first: `[R, ...]`.
 
     Args:
@@ -184,9 +173,7 @@ def first_states(
                 state = codec.first_state(gradient)
                 if jax.tree.leaves(state):
                     key = state_key(inbox, number, state)
-                    states[key] = jax.tree.map(
-                        lambda a: jnp.broadcast_to(a, (num_chunks, *a.shape)), state
-                    )
+                    states[key] = jax.tree.map(lambda a: jnp.broadcast_to(a, (num_chunks, *a.shape)), state)
     return states
 
 
@@ -196,9 +183,7 @@ def is_gradient(inbox: str) -> bool:
 
 
 @functools.cache
-def _wire_of(
-    compressor: Compressor, like: jax.ShapeDtypeStruct
-) -> Mapping[str, jax.ShapeDtypeStruct]:
+def _wire_of(compressor: Compressor, like: jax.ShapeDtypeStruct) -> Mapping[str, jax.ShapeDtypeStruct]:
     return compressor.wire_of(like)
 
 

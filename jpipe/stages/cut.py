@@ -121,9 +121,10 @@ _FEW = Vectors(
     equal_blocks=False,
     whole=True,
 )
-"""Of platforms with few arrays: a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
-touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
-activations. On an H100 each kernel of a block of `CHUNK` numbers takes only 1 to 8 us, so a block has more."""
+"""Of platforms with few arrays: a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch
+has to touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs
+a transpose of some activations. On an H100 each kernel of a block of `CHUNK` numbers takes only 1 to 8 us, so a block
+has more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,19 +214,14 @@ class Stages:
         """
         runs = self.programs[self.program_of_stage[stage]].runs
         rows = [(run, i) for run, n in zip(runs, self.lengths[stage]) for i in range(n)]
-        return [
-            (layer, *row)
-            for layer, row in zip(self.layers_of(stage), rows, strict=True)
-        ]
+        return [(layer, *row) for layer, row in zip(self.layers_of(stage), rows, strict=True)]
 
 
 BALANCES = ("flops", "time", "memory")
 """What boundaries can balance between stages."""
 
 
-def check_boundaries(
-    boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int
-) -> list[int] | None:
+def check_boundaries(boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int) -> list[int] | None:
     """`boundaries` as the first layer of each stage, followed by the number of layers.
 
     Args:
@@ -252,7 +248,8 @@ def check_boundaries(
     indices: list = [*boundaries] if are_indices else []
     if not are_indices or not all(hasattr(b, "__index__") for b in indices):
         raise ValueError(
-            f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to balance "
+            f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to "
+            "balance "
             f"by that, or None to balance by FLOPs, got {shown(indices or boundaries)}."
         )
     starts = [0, *map(int, indices), num_layers]
@@ -305,11 +302,7 @@ class Groups(NamedTuple):
           A packing with one owner per program.
         """
         owners = [
-            [
-                leaf._replace(count=n)
-                for kind, n in zip(signature, longest, strict=True)
-                for leaf in leaves_of(kind)
-            ]
+            [leaf._replace(count=n) for kind, n in zip(signature, longest, strict=True) for leaf in leaves_of(kind)]
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
@@ -317,9 +310,7 @@ class Groups(NamedTuple):
         return Packing.of(owners, devices=of_owners, **options)
 
 
-def devices_of_owners(
-    owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None
-) -> list[list[int]]:
+def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
     """For each owner of a packing the device of each copy of each stage that it stands for.
 
     Args:
@@ -332,13 +323,11 @@ def devices_of_owners(
     return found
 
 
-def devices_of_use(
-    name: str, devices: Sequence[Sequence[int]] | None
-) -> Sequence[Sequence[int]] | None:
+def devices_of_use(name: str, devices: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:
     """The devices of stages for packing their leaves of one use, see `Groups.pack`; None: no stage has rows of its own.
 
-    Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one microbatch
-    after the other have slots of their own.
+    Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one
+    microbatch after the other have slots of their own.
     """
     if name in ("parameters", "gradients", "optimizer_state", "state", "statistics"):
         return devices
@@ -365,13 +354,9 @@ def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> G
             signatures.append(signature)
         program_of_stage.append(programs.index(program))
         lengths.append(tuple(n for _, n in runs))
-    stages_of = [
-        tuple(s for s, q in enumerate(program_of_stage) if q == p)
-        for p in range(len(signatures))
-    ]
+    stages_of = [tuple(s for s, q in enumerate(program_of_stage) if q == p) for p in range(len(signatures))]
     longest = [
-        tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig)))
-        for p, sig in enumerate(signatures)
+        tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig))) for p, sig in enumerate(signatures)
     ]
     return Groups(signatures, program_of_stage, stages_of, lengths, longest)
 
@@ -408,10 +393,7 @@ def cut(
     layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
-    signature_of_layer = [
-        _Signature(k, layer.stash, layer.pop)
-        for k, layer in zip(traced.kind_of_layer, layers)
-    ]
+    signature_of_layer = [_Signature(k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)]
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
@@ -436,16 +418,9 @@ def cut(
             [traced.of_microbatch(a) for a in loss],
             devices_of_use(name, devices),
             tight=name == "parameters",
-            occupancy=vectors.weights
-            if name in ("parameters", "state", "statistics")
-            else vectors.stashes,
+            occupancy=vectors.weights if name in ("parameters", "state", "statistics") else vectors.stashes,
         )
-    tied = {
-        (traced.kind_of_layer[layer], j)
-        for leaves in ties
-        if len(leaves) > 1
-        for layer, j in leaves
-    }
+    tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
     on_host = _on_host(traced, inner, offload.gradients)
     sums = [
         gradient_sums.of_layer(
@@ -474,10 +449,7 @@ def cut(
         inputs=traced.inputs,
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
-        programs=[
-            _stage_program(traced, groups, packings, sums, p)
-            for p in range(len(groups.signatures))
-        ],
+        programs=[_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))],
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
@@ -565,9 +537,7 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
 def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]]:
     """`(kind of layer, leaf)` of the weights in host memory: the largest that have a share of all bytes."""
     sizes = {
-        (k, j): num_bytes([aval])
-        for k, kind in enumerate(traced.layer_kinds)
-        for j, aval in enumerate(kind.parameters)
+        (k, j): num_bytes([aval]) for k, kind in enumerate(traced.layer_kinds) for j, aval in enumerate(kind.parameters)
     }
     count = collections.Counter(traced.kind_of_layer[i] for i in layers)
     wanted = share * sum(n * count[k] for (k, _), n in sizes.items())
@@ -582,13 +552,10 @@ def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]
     return found
 
 
-def _to_host(
-    leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload
-) -> list[Leaf]:
+def _to_host(leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload) -> list[Leaf]:
     """The leaves of a layer of kind k, with those in host memory that `on_host` says."""
     return [
-        leaf._replace(on_host=True, chunk=offload.chunk) if (k, j) in on_host else leaf
-        for j, leaf in enumerate(leaves)
+        leaf._replace(on_host=True, chunk=offload.chunk) if (k, j) in on_host else leaf for j, leaf in enumerate(leaves)
     ]
 
 
@@ -601,17 +568,10 @@ def _pack_sums(
     """How the leaves of the sums of gradients are packed. Factors are all in pools."""
 
     def leaves_of(group: str) -> Callable[[_Signature], list[Leaf]]:
-        return lambda signature: [
-            leaf
-            for one in sums[signature.kind]
-            if one.group == group
-            for leaf in one.leaves
-        ]
+        return lambda signature: [leaf for one in sums[signature.kind] if one.group == group for leaf in one.leaves]
 
     return {
-        "accumulators": groups.pack(
-            leaves_of(SUMS), devices=devices, tight=True, occupancy=vectors.weights
-        ),
+        "accumulators": groups.pack(leaves_of(SUMS), devices=devices, tight=True, occupancy=vectors.weights),
         "factors": groups.pack(leaves_of(FACTORS), occupancy=0.0).named(FACTORS),
     }
 
@@ -638,8 +598,7 @@ def _stage_program(
         }
         of_sums = {SUMS: places["accumulators"], FACTORS: places["factors"]}
         of_run["gradients"] = tuple(
-            PlacedSum(one, tuple(itertools.islice(of_sums[one.group], len(one.leaves))))
-            for one in sums[k]
+            PlacedSum(one, tuple(itertools.islice(of_sums[one.group], len(one.leaves)))) for one in sums[k]
         )
         stash, pop = skips(signature.stash), skips(signature.pop)
         runs.append(LayerRun(k, longest, stash, pop, **of_run))

@@ -54,9 +54,7 @@ class FlatUpdate:
             found.append(owner if fits else None)
         return found
 
-    def expressions(
-        self, numbers: dict, state_names: Mapping[str, Any]
-    ) -> dict[str, tuple]:
+    def expressions(self, numbers: dict, state_names: Mapping[str, Any]) -> dict[str, tuple]:
         """Canonical ids of the expressions for each updated weight and each state leaf.
 
         Equal ids mean equal math.
@@ -141,9 +139,7 @@ def flat_update(
         avals = [*leaves, *leaves, *state_leaves, *stale, *extra_avals]
         traced = Equations.trace(update, *avals)
         if reads_stale is None:
-            traced, reads_stale = _without_unread(
-                traced, 2 * num_parameters + num_state, num_parameters
-            )
+            traced, reads_stale = _without_unread(traced, 2 * num_parameters + num_state, num_parameters)
         flat = FlatUpdate(
             traced,
             Equations.trace(init, *leaves),
@@ -156,15 +152,18 @@ def flat_update(
         if "pytree structure error" in str(error):
             raise ValueError(
                 f"`optimizer` cannot update {where}: a tree in it, such as the mask of `optax.masked` or the labels of "
-                "`optax.multi_transform`, has another structure than the parameters. They are a list with one nested dict "
+                "`optax.multi_transform`, has another structure than the parameters. They are a list with one nested "
+                "dict "
                 "per layer, and None for layers of other stages. Give masks and labels as functions of such a list: "
                 "`lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`."
             ) from error
         raise ValueError(
             f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
             "It is called as `optimizer.update(gradients, state, parameters, "
-            f"{', '.join(f'{name}=...' for name in (*(arg.name for arg in EXTRA_ARGS), STALE_PARAMS))})` with lists that hold one nested dict per layer, and "
-            "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that needs "
+            f"{', '.join(f'{name}=...' for name in (*(arg.name for arg in EXTRA_ARGS), STALE_PARAMS))})` with lists "
+            "that hold one nested dict per layer, and "
+            "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that "
+            "needs "
             "more than that, such as the loss, cannot be used."
         ) from error
     _check_form(*forms[:2])
@@ -181,8 +180,7 @@ def flat_update(
 def _form(state: Any) -> dict[str, str]:
     """The path of every array of a state, with its dtype and shape."""
     return {
-        jax.tree_util.keystr(path): shapes_text(jax.typeof(leaf))
-        for path, leaf in jax.tree.leaves_with_path(state)
+        jax.tree_util.keystr(path): shapes_text(jax.typeof(leaf)) for path, leaf in jax.tree.leaves_with_path(state)
     }
 
 
@@ -192,15 +190,15 @@ def _check_form(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         was, becomes = (form.get(path, "nothing") for form in (before, after))
         if was != becomes:
             raise ValueError(
-                f"`optimizer` changes the form of its state: {path} is {was} after `init`, and {becomes} after an update. A "
-                "pipeline keeps the arrays that `init` makes, in their shapes and dtypes. Let `init` make the state as the "
+                f"`optimizer` changes the form of its state: {path} is {was} after `init`, and {becomes} after an "
+                "update. A "
+                "pipeline keeps the arrays that `init` makes, in their shapes and dtypes. Let `init` make the state as "
+                "the "
                 "update leaves it."
             )
 
 
-def _without_unread(
-    update: Equations, first: int, number: int
-) -> tuple[Equations, bool]:
+def _without_unread(update: Equations, first: int, number: int) -> tuple[Equations, bool]:
     """An update without some of its inputs if it reads none of them, and whether it reads any."""
     inputs = update.inputs[first : first + number]
     if not update.read().isdisjoint(inputs):
@@ -233,9 +231,7 @@ def flat_hook(
         return jax.tree.map(lambda a: (a.shape, np.dtype(a.dtype)), tree)
 
     def on_lists(parameters: Sequence, state: Sequence, delay: Any) -> list:
-        returned = hook(
-            treedef.unflatten(parameters), state_tree.unflatten(state), delay
-        )
+        returned = hook(treedef.unflatten(parameters), state_tree.unflatten(state), delay)
         if described(returned) != described(tree):
             raise ValueError("it returns other shapes, dtypes or layers than it gets.")
         return jax.tree.leaves(returned)
@@ -246,7 +242,8 @@ def flat_hook(
     except Exception as error:
         raise ValueError(
             f"`{name}_params` cannot give the weights that a {name} reads: {type(error).__name__}: {error}\n"
-            f"It is called as `{name}_params(parameters, optimizer_state, delay)` with what the optimizer sees of a stage."
+            f"It is called as `{name}_params(parameters, optimizer_state, delay)` with what the optimizer sees of a "
+            "stage."
         ) from error
     return on_lists
 
@@ -267,15 +264,11 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
         parameters, state = outputs[:num_parameters], outputs[num_parameters:]
         for name, hook in param_hooks.items():
             hooked = hook(parameters, state, delays[name])
-            outputs += [
-                jnp.where(delays[name] > 0, a, b) for a, b in zip(hooked, parameters)
-            ]
+            outputs += [jnp.where(delays[name] > 0, a, b) for a, b in zip(hooked, parameters)]
         return outputs
 
     delay_avals = [jax.ShapeDtypeStruct((), np.float32)] * num_passes
-    avals = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.update.inputs
-    ]
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.update.inputs]
     return Equations.trace(update, *avals, *delay_avals)
 
 
@@ -298,10 +291,7 @@ def with_sums(update: Equations, sums: Sequence[GradientSum]) -> Equations:
 
     def from_sums(*args: jax.Array) -> list:
         left = iter(args[number:])
-        gradients = [
-            one.gradient([next(left) for _ in leaves], aval)
-            for one, leaves, aval in zip(sums, kept, formed)
-        ]
+        gradients = [one.gradient([next(left) for _ in leaves], aval) for one, leaves, aval in zip(sums, kept, formed)]
         return update(*args[:number], *gradients, *left)
 
     read = itertools.chain(*kept)
@@ -320,10 +310,7 @@ def check_layers_apart(whole: FlatUpdate, on_stages: Sequence[FlatUpdate]) -> No
     different: set[str] = set()
     while True:
         expected = whole.expressions(numbers, {p: (p, "whole") for p in different})
-        of_stages = [
-            flat.expressions(numbers, {p: (p, s) for p in different})
-            for s, flat in enumerate(on_stages)
-        ]
+        of_stages = [flat.expressions(numbers, {p: (p, s) for p in different}) for s, flat in enumerate(on_stages)]
         wrong = [
             (s, path)
             for s, of_stage in enumerate(of_stages)

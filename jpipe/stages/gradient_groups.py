@@ -32,9 +32,7 @@ class GradientGroup(NamedTuple):
         return max(map(len, self.starts))
 
 
-def gradient_groups(
-    updates: Sequence[StageUpdate], arrays: Mapping[str, jax.ShapeDtypeStruct]
-) -> list[GradientGroup]:
+def gradient_groups(updates: Sequence[StageUpdate], arrays: Mapping[str, jax.ShapeDtypeStruct]) -> list[GradientGroup]:
     """The gradients of all updates in groups; a tied weight counts once in its stage.
 
     Args:
@@ -59,9 +57,7 @@ def gradient_groups(
     ]
 
 
-def compressor_states(
-    compressor: Compressor, groups: Sequence[GradientGroup], num_chunks: int
-) -> dict[str, object]:
+def compressor_states(compressor: Compressor, groups: Sequence[GradientGroup], num_chunks: int) -> dict[str, object]:
     """Group -> state of the compressor for each gradient, before the first: `[R, n, ...]`, equal for all.
 
     Args:
@@ -75,8 +71,6 @@ def compressor_states(
         return jax.numpy.broadcast_to(a, (*lead, *a.shape))
 
     return {
-        group.name: jax.tree.map(
-            lambda a, group=group: repeated(a, group), compressor.init(group.like)
-        )
+        group.name: jax.tree.map(lambda a, group=group: repeated(a, group), compressor.init(group.like))
         for group in groups
     }

@@ -1,4 +1,6 @@
-"""The numbers that `optax.inject_hyperparams` keeps in the state of an optimizer: their names, and what they begin with."""
+"""The numbers that `optax.inject_hyperparams` keeps in the state of an optimizer: their names, and what they begin
+with.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -54,9 +56,7 @@ def hyperparams(paths: Sequence[str]) -> list[Hyperparam]:
     ]
 
 
-def first_values(
-    optimizer: optax.GradientTransformation, parameters: Any
-) -> Mapping[str, np.ndarray]:
+def first_values(optimizer: optax.GradientTransformation, parameters: Any) -> Mapping[str, np.ndarray]:
     """Path -> what a hyperparameter begins with, of those that are not scheduled.
 
     Args:

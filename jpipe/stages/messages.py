@@ -55,9 +55,7 @@ def pack_messages(
     """
     alike = len(set(map(tuple, messages))) <= 1
     occupancy = 0.5 if alike else np.inf
-    wires, gradient_wires = (
-        [_wires(codecs, gradient) for codecs in messages] for gradient in (False, True)
-    )
+    wires, gradient_wires = ([_wires(codecs, gradient) for codecs in messages] for gradient in (False, True))
     return Packing.of(wires, occupancy), Packing.of(gradient_wires, occupancy)
 
 
@@ -94,10 +92,7 @@ def find_portals(
     portals = []
     for (source, target), names in names_of.items():
         codecs = {
-            name: codecs_of(
-                [leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`"
-            )
-            for name in names
+            name: codecs_of([leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`") for name in names
         }
         activations, places = _pack_skips(codecs, gradient=False)
         gradients, gradient_places = _pack_skips(codecs, gradient=True)
@@ -123,10 +118,7 @@ def _pack_skips(
     wires = {name: _wires(of_skip, gradient) for name, of_skip in codecs.items()}
     packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
     places = iter(packing.places[0])
-    return packing, {
-        name: tuple(itertools.islice(places, len(leaves)))
-        for name, leaves in wires.items()
-    }
+    return packing, {name: tuple(itertools.islice(places, len(leaves))) for name, leaves in wires.items()}
 
 
 def find_routes(

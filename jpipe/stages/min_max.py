@@ -49,9 +49,7 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
         total = best[:, None] + squares
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
-    stops = itertools.accumulate(
-        reversed(choices), lambda stop, choice: int(choice[stop]), initial=num_layers
-    )
+    stops = itertools.accumulate(reversed(choices), lambda stop, choice: int(choice[stop]), initial=num_layers)
     return list(stops)[:0:-1]
 
 
@@ -59,11 +57,7 @@ def checked_costs(costs: Sequence[float], num_stages: int) -> np.ndarray:
     """The costs as an array; raises ValueError if they cannot be cut into `num_stages`."""
     array = np.asarray(costs, np.float64)
     if not 1 <= num_stages <= len(array):
-        raise ValueError(
-            f"`num_stages` must be in 1..{len(array)}, the number of layers, got {shown(num_stages)}."
-        )
+        raise ValueError(f"`num_stages` must be in 1..{len(array)}, the number of layers, got {shown(num_stages)}.")
     if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise ValueError(
-            f"`costs` must be finite and not negative, got {array.tolist()}."
-        )
+        raise ValueError(f"`costs` must be finite and not negative, got {array.tolist()}.")
     return array

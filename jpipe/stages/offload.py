@@ -12,8 +12,8 @@ from jpipe.packing import CHUNK
 @suggests
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, but for one: the norm
-    of gradients in host memory is summed up chunk by chunk, so its last bits may differ.
+    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, but for one: the
+    norm of gradients in host memory is summed up chunk by chunk, so its last bits may differ.
 
     Attributes:
       optimizer: the part of the optimizer's state, from 0 to 1. A weight's part of the state is in host memory
@@ -61,13 +61,10 @@ class Offload:
         kept: Any = self.activations
         if kept is None:
             return
-        if (
-            not isinstance(kept, numbers.Integral)
-            or isinstance(kept, bool)
-            or kept < LEAST_SLOTS
-        ):
+        if not isinstance(kept, numbers.Integral) or isinstance(kept, bool) or kept < LEAST_SLOTS:
             raise ValueError(
-                "`activations` of `Offload` is the number of microbatches whose stashes stay on a device, a whole number of "
+                "`activations` of `Offload` is the number of microbatches whose stashes stay on a device, a whole "
+                "number of "
                 f"at least {LEAST_SLOTS} (one that is written and one that is read), got {shown(kept)}. None keeps all."
             )
 
@@ -81,7 +78,8 @@ def _check_share(name: str, share: Any, what: str) -> None:
     is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
     if not is_number or not 0 <= share <= 1:
         raise ValueError(
-            f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got {shown(share)}. 1.0 "
+            f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got "
+            f"{shown(share)}. 1.0 "
             "keeps all of it there."
         )
 
@@ -103,8 +101,9 @@ class Moves(NamedTuple):
     def of(cls, num_microbatches: int, passes: int) -> "Moves":
         """The moves of a table.
 
-        Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it back.
-        An update brings and takes back weight, gradient and state, and brings the gradient once more for its norm.
+        Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it
+        back. An update brings and takes back weight, gradient and state, and brings the gradient once more for its
+        norm.
 
         Args:
           num_microbatches: N.

@@ -122,9 +122,7 @@ def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
     return seen_by_optimizer(stages, stages.layers_of(stage), per_layer)
 
 
-def seen_by_optimizer(
-    stages: Stages, layers: Sequence[int], per_layer: Sequence
-) -> list:
+def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> list:
     """What the optimizer sees of some layers: `per_layer`, with None for others.
 
     A tied weight appears once, in the first of its layers.
@@ -157,9 +155,7 @@ def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
     places = {
         (layer, j): _Placed(place, gradient, row)
         for layer, run, row in stages.layer_runs(stage)
-        for j, (place, gradient) in enumerate(
-            zip(run.parameters, run.gradients, strict=True)
-        )
+        for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients, strict=True))
     }
     copies = {leaf: [place] for leaf, place in places.items()}
     for first, *others in stages.ties:
@@ -173,9 +169,7 @@ def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
 # -- From a flat update to a stage update
 
 
-def _state_leaves(
-    flat: FlatUpdate, parameters: Sequence, offload: Offload
-) -> list[Leaf]:
+def _state_leaves(flat: FlatUpdate, parameters: Sequence, offload: Offload) -> list[Leaf]:
     """The optimizer's state, each leaf split as the parameter that it belongs to.
 
     Args:
@@ -208,9 +202,7 @@ def _state_leaves(
     return leaves
 
 
-def _largest_owners(
-    owners: Sequence[str | None], avals: Sequence[jax.ShapeDtypeStruct], share: float
-) -> set[str]:
+def _largest_owners(owners: Sequence[str | None], avals: Sequence[jax.ShapeDtypeStruct], share: float) -> set[str]:
     """The largest owners that have a share of the bytes of all arrays with an owner."""
     sizes: collections.Counter[str] = collections.Counter()
     for owner, aval in zip(owners, avals, strict=True):
@@ -262,13 +254,9 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
     weights = [PackedLeaf("parameters", copies) for copies in parameters]
     gradients = [
-        PackedLeaf(placed.sum.group, [(place, row)])
-        for placed, row in draft.gradients
-        for place in placed.places
+        PackedLeaf(placed.sum.group, [(place, row)]) for placed, row in draft.gradients for place in placed.places
     ]
-    hooked = [
-        PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters
-    ]
+    hooked = [PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters]
     stale = [PackedLeaf(STALE_PARAMS, copies) for copies in parameters]
     inputs = weights + gradients + state_leaves + stale * draft.reads_stale
     outputs = weights + state_leaves + hooked
@@ -285,9 +273,7 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
     common = [
         i
         for i, v in enumerate(equations.inputs)
-        if (v.aval.size == 1 and not _is_factor(inputs[i : i + 1]))
-        or v in constants
-        or i >= len(inputs)
+        if (v.aval.size == 1 and not _is_factor(inputs[i : i + 1])) or v in constants or i >= len(inputs)
     ]
     parts = [
         PackedPart(
@@ -306,7 +292,9 @@ def _in_blocks(
     vectors: Vectors,
     whole: Mapping[tuple[str, str], int] | None = None,
 ) -> list[Draft]:
-    """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks; `whole` as in `in_blocks`."""
+    """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks; `whole` as in
+    `in_blocks`.
+    """
     # Replicas that share an update cut each block in their own way, and so do not overlap blocks.
     alone = all(draft.replicas.number == 1 for draft in drafts)
     equal = vectors.equal_blocks and alone
@@ -363,17 +351,11 @@ def make_updates(
     norm_dtype = real_dtype(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
     trees = [stage_tree(stages, s, parameters) for s in range(stages.num_stages)]
-    flat_of = functools.partial(
-        flat_update, optimizer, norm_dtype=norm_dtype, reads_stale=whole.reads_stale
-    )
-    on_stages = [
-        flat_of(tree, where=f"stage {s} by itself") for s, tree in enumerate(trees)
-    ]
+    flat_of = functools.partial(flat_update, optimizer, norm_dtype=norm_dtype, reads_stale=whole.reads_stale)
+    on_stages = [flat_of(tree, where=f"stage {s} by itself") for s, tree in enumerate(trees)]
     units = [
         flat_of(
-            seen_by_optimizer(
-                stages, [layer.index for layer in unit.layers], parameters
-            ),
+            seen_by_optimizer(stages, [layer.index for layer in unit.layers], parameters),
             where=f"the {unit.name} by itself",
         )
         for unit in stages.vocabulary.units
@@ -386,18 +368,11 @@ def make_updates(
     program_of_stage = []
     for s, (flat, tree) in enumerate(zip(on_stages, trees)):
         check_state_dtypes(flat)
-        flat_hooks = {
-            name: flat_hook(name, hook, optimizer, tree)
-            for name, hook in (hooks or {}).items()
-        }
+        flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in (hooks or {}).items()}
         placed = _leaf_copies(stages, s)
-        copies = tuple(
-            tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed
-        )
+        copies = tuple(tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed)
         gradients = tuple((first.gradient, first.row) for first, *_ in placed)
-        equations = with_sums(
-            with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients]
-        )
+        equations = with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients])
         sharing = Replicas(1, 1) if replicas is None else replicas[s]
         key = stages.program_of_stage[s], copies, equations.text(), sharing
         if key not in drafts:
@@ -421,9 +396,7 @@ def make_updates(
     )
     in_parts = [
         _in_parts(draft, places, of_draft)
-        for draft, places, of_draft in zip(
-            drafts.values(), whole_state.places, devices_of, strict=True
-        )
+        for draft, places, of_draft in zip(drafts.values(), whole_state.places, devices_of, strict=True)
     ]
     sizes = None
     if one_row and stages.vectors.whole and not whole.reads_stale:
@@ -434,25 +407,18 @@ def make_updates(
         axis_sizes or {},
         stages.vectors.weights,
     )
-    programs = [
-        _stage_update(draft, of_program)
-        for draft, of_program in zip(drafts.values(), grouped, strict=True)
-    ]
+    programs = [_stage_update(draft, of_program) for draft, of_program in zip(drafts.values(), grouped, strict=True)]
     of_units = [
         _unit_update(stages, unit, optimizer, flat, hooks or {})
         for unit, flat in zip(stages.vocabulary.units, units, strict=True)
     ]
-    return StageUpdates(
-        programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale
-    )
+    return StageUpdates(programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale)
 
 
 def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:
     """`(arrays, name)` of each vector that an update reads or writes -> its size."""
     packings = {"parameters": stages.parameters, "optimizer_state": state}
-    packings |= {"gradients": stages.accumulators} | dict.fromkeys(
-        PASSES, stages.parameters
-    )
+    packings |= {"gradients": stages.accumulators} | dict.fromkeys(PASSES, stages.parameters)
     return {
         (arrays, name): a.shape[0]
         for arrays, pack in packings.items()
@@ -485,7 +451,8 @@ def _unit_update(
 ) -> UnitUpdate:
     """The update of a device's parts of the layers of a unit.
 
-    The devices of a pipeline share the unit, and its replicas along "data" all update the same. The optimizer sees whole
+    The devices of a pipeline share the unit, and its replicas along "data" all update the same. The optimizer sees
+    whole
     layers: what it does may depend on their shapes.
 
     Args:
@@ -496,13 +463,9 @@ def _unit_update(
       hooks: as in `make_updates`.
     """
     layers = [layer.index for layer in unit.layers]
-    tree = seen_by_optimizer(
-        stages, layers, [layer.parameters for layer in stages.layers]
-    )
+    tree = seen_by_optimizer(stages, layers, [layer.parameters for layer in stages.layers])
     check_state_dtypes(flat)
-    flat_hooks = {
-        name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()
-    }
+    flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()}
     stored = unit.stored()
     places = [[(place, 0)] for place in stored]
     leaf_of = dict(zip(flat.parameters, stored.values(), strict=True))
@@ -512,10 +475,7 @@ def _unit_update(
         for leaf, aval in zip(parted, flat.state_avals, strict=True)
     ]
     packing = Packing.of([state_leaves]).named(unit.name)
-    sums = [
-        PlacedSum(stages.gradient_sums.plain(Leaf(leaf.part)), (place,))
-        for place, leaf in stored.items()
-    ]
+    sums = [PlacedSum(stages.gradient_sums.plain(Leaf(leaf.part)), (place,)) for place, leaf in stored.items()]
     draft = _Draft(
         with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed in sums]),
         flat_hooks,

@@ -231,8 +231,7 @@ def division_of_leaf(
       axis_sizes: sizes of the automatic axes.
     """
     blocks = [
-        math.prod(axis_sizes[axis] for axis in axes)
-        for axes in packing.axes_by_dim(spec or (None,) * len(shape))
+        math.prod(axis_sizes[axis] for axis in axes) for axes in packing.axes_by_dim(spec or (None,) * len(shape))
     ]
     for dim, n in enumerate(shape) if is_pooled else ():
         if n % (blocks[dim] * replicas.number) == 0:
@@ -252,6 +251,4 @@ def alone(part: jax.Array, axis: int, number: jax.Array | int, size: int) -> jax
     """A stacked form of `size` parts along an axis that has one part, and zeros elsewhere."""
     shape = list(part.shape)
     shape.insert(axis, size)
-    return lax.dynamic_update_index_in_dim(
-        jnp.zeros(shape, part.dtype), part, number, axis
-    )
+    return lax.dynamic_update_index_in_dim(jnp.zeros(shape, part.dtype), part, number, axis)

@@ -79,15 +79,15 @@ class MergedUpdate:
 
 
 def merge_updates(programs: Sequence[StageUpdate]) -> list[MergedUpdate]:
-    """The updates, in as few as can have loops in common: the compiled program grows with the kinds of layers, not with the stages."""
+    """The updates, in as few as can have loops in common: the compiled program grows with the kinds of layers, not with
+    the stages.
+    """
     alike: dict[tuple, list[int]] = {}
     for u, program in enumerate(programs):
         shared = tuple(map(_layout, program.shared))
         key = program.replicas, tuple(program.param_hooks), shared
         alike.setdefault(key, []).append(u)
-    return [
-        _merged(numbers, [programs[u] for u in numbers]) for numbers in alike.values()
-    ]
+    return [_merged(numbers, [programs[u] for u in numbers]) for numbers in alike.values()]
 
 
 def _merged(numbers: Sequence[int], programs: Sequence[StageUpdate]) -> MergedUpdate:
@@ -118,8 +118,7 @@ def _merged(numbers: Sequence[int], programs: Sequence[StageUpdate]) -> MergedUp
 def _layout(slots: LeafSlots) -> tuple:
     """Where the slots are, but for the first indices."""
     copies = [
-        (dataclasses.replace(place, base=0, stride=0, count=1), starts.shape[1])
-        for place, starts in slots.copies
+        (dataclasses.replace(place, base=0, stride=0, count=1), starts.shape[1]) for place, starts in slots.copies
     ]
     return slots.arrays, slots.parted, tuple(copies)
 

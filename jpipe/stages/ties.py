@@ -9,9 +9,7 @@ from jpipe._util.suggest import did_you_mean
 from jpipe.layers.layer import Layer
 
 
-def resolve_ties(
-    layers: Sequence[Layer], ties: Sequence
-) -> list[tuple[tuple[int, int], ...]]:
+def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[int, int], ...]]:
     """Ties as `(layer, leaf)` pairs.
 
     Args:
@@ -42,19 +40,16 @@ def resolve_ties(
             if path not in leaves:
                 hint = did_you_mean(path, leaves, cutoff=0)
                 raise ValueError(
-                    f"{name} ({layers[layer].name}) has no parameter {shown(path)}, only {', '.join(leaves) or 'none'}.{hint}"
+                    f"{name} ({layers[layer].name}) has no parameter {shown(path)}, only "
+                    f"{', '.join(leaves) or 'none'}.{hint}"
                 )
             copy = layer, list(leaves).index(path)
             if copy in owner:
-                raise ValueError(
-                    f"{name}: {path!r} is in `ties[{owner[copy]}]` already. Make one tie of the two."
-                )
+                raise ValueError(f"{name}: {path!r} is in `ties[{owner[copy]}]` already. Make one tie of the two.")
             owner[copy] = t
             copies.append((copy, leaves[path], f"layer {layer}: {path!r}"))
         if len(copies) < 2:
-            raise ValueError(
-                f"`ties[{t}]` must name at least two parameters, got {list(tie)}."
-            )
+            raise ValueError(f"`ties[{t}]` must name at least two parameters, got {list(tie)}.")
         texts = [f"{text} is {a.dtype}{list(a.shape)}" for _, a, text in copies]
         if len({(a.shape, a.dtype) for _, a, _ in copies}) > 1:
             raise ValueError(

@@ -196,9 +196,7 @@ def _turns(draft: Draft, state: Packing, axis_sizes: Mapping[str, int]) -> list[
     return result
 
 
-def _division(
-    part: PackedPart, replicas: Replicas, axis_sizes: Mapping[str, int]
-) -> AlongDim | AsVector | None:
+def _division(part: PackedPart, replicas: Replicas, axis_sizes: Mapping[str, int]) -> AlongDim | AsVector | None:
     """How each leaf of a part is divided; None: leaves stay whole."""
     if replicas.number == 1 or not part.inputs or not is_elementwise(part):
         return None
@@ -206,9 +204,7 @@ def _division(
     weights = [leaf for leaf in part.leaves if leaf.arrays != STATE]
     if weights:
         place = weights[0].copies[0][0]
-    return division_of_leaf(
-        replicas, place.shape, place.spec, not place.flat, axis_sizes
-    )
+    return division_of_leaf(replicas, place.shape, place.spec, not place.flat, axis_sizes)
 
 
 def _whole_leaves(
@@ -234,8 +230,7 @@ def _whole_leaves(
         first = int(np.argmin(load)) if size < P else 0
         division = WholeLeaves(replicas, size, first)
         num_bytes = sum(
-            math.prod(leaf.copies[0][0].shape)
-            * state.arrays[leaf.copies[0][0].array].dtype.itemsize
+            math.prod(leaf.copies[0][0].shape) * state.arrays[leaf.copies[0][0].array].dtype.itemsize
             for leaf in _state_of(parts[0])
         )
         for n in range(len(parts)):
@@ -291,9 +286,7 @@ class _SharedState:
       groups: its parts in groups.
     """
 
-    def __init__(
-        self, draft: Draft, state: Packing, axis_sizes: Mapping[str, int]
-    ) -> None:
+    def __init__(self, draft: Draft, state: Packing, axis_sizes: Mapping[str, int]) -> None:
         self.draft = draft
         self.groups = _turns(draft, state, axis_sizes)
         self._slots = [
@@ -309,10 +302,7 @@ class _SharedState:
 
     def owners(self) -> list[list[Leaf]]:
         """For each share its leaves. What all shares have comes first, so that all have it at one place."""
-        return [
-            [slot.leaf for slot in self._slots if slot.is_of(k)]
-            for k in range(self.draft.replicas.number)
-        ]
+        return [[slot.leaf for slot in self._slots if slot.is_of(k)] for k in range(self.draft.replicas.number)]
 
     def place(self, places: Sequence[Sequence[Place]]) -> None:
         """Takes the places of the leaves of `owners`."""
@@ -320,9 +310,7 @@ class _SharedState:
             keys = [slot.key for slot in self._slots if slot.is_of(k)]
             self._places.append(dict(zip(keys, of_share, strict=True)))
 
-    def slots(
-        self, leaves: Sequence[Sequence[PackedLeaf]], division: Division | None
-    ) -> LeafSlots:
+    def slots(self, leaves: Sequence[Sequence[PackedLeaf]], division: Division | None) -> LeafSlots:
         """Where the turns of a group have one leaf of state; `leaves[t][n]` is leaf n of turn t."""
         shares = range(self.draft.replicas.number)
         if isinstance(division, WholeLeaves):
@@ -330,10 +318,7 @@ class _SharedState:
         else:  # all shares have it at one place
             shares, numbers = range(1), [0]
         found: list[list[Place | None]] = [
-            [
-                None if n is None else self._places[k][_key(of_turn[n])]
-                for k, n in zip(shares, numbers)
-            ]
+            [None if n is None else self._places[k][_key(of_turn[n])] for k, n in zip(shares, numbers)]
             for of_turn in leaves
         ]
         starts = [[0 if p is None else int(p.start()) for p in row] for row in found]
@@ -347,9 +332,7 @@ class _SharedState:
     def _slots_of(self, place: Place) -> list[_Slot]:
         """The slots that have numbers of a leaf."""
         start = int(place.start())
-        first = bisect.bisect_right(
-            self._ordered, (place.array, start), key=lambda slot: slot.key
-        )
+        first = bisect.bisect_right(self._ordered, (place.array, start), key=lambda slot: slot.key)
         found = []
         for slot in self._ordered[max(first - 1, 0) :]:
             array, slot_start = slot.key
@@ -438,9 +421,7 @@ def _group(turns: _Turns, shared: _SharedState | None) -> UpdateGroup:
     inputs = slots([[part.inputs for part in turn] for turn in turns.turns])
     outputs = slots([[part.outputs for part in turn] for turn in turns.turns])
     kept = np.array([turn[0].kept for turn in turns.turns], np.int32)
-    return UpdateGroup(
-        turns.run, inputs, outputs, len(turns.turns), kept, turns.division
-    )
+    return UpdateGroup(turns.run, inputs, outputs, len(turns.turns), kept, turns.division)
 
 
 def _slots(

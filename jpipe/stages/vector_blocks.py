@@ -47,9 +47,7 @@ class PackedLeaf(NamedTuple):
 
     def chunk(self, number: int, num_chunks: int) -> "PackedLeaf":
         """Chunk `number` of each copy."""
-        copies = [
-            (place.chunk(row, number, num_chunks), 0) for place, row in self.copies
-        ]
+        copies = [(place.chunk(row, number, num_chunks), 0) for place, row in self.copies]
         return PackedLeaf(self.arrays, copies)
 
     def block(self, start: int, size: int) -> "PackedLeaf":
@@ -149,7 +147,9 @@ def in_blocks(
 
 
 _MOST_PADDED = 2
-"""How many times as large as a vector its packed vector may be, so that updating the padding takes less time than blocks."""
+"""How many times as large as a vector its packed vector may be, so that updating the padding takes less time than
+blocks.
+"""
 
 
 def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int | None:
@@ -169,9 +169,7 @@ def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int |
 
 def _arrays(part: PackedPart) -> set[tuple[str, str]]:
     """`(arrays, name)` of each packed array that a part reads or writes."""
-    return {
-        (leaf.arrays, place.array) for leaf in part.leaves for place, _ in leaf.copies
-    }
+    return {(leaf.arrays, place.array) for leaf in part.leaves for place, _ in leaf.copies}
 
 
 def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vector]]:
@@ -190,11 +188,7 @@ def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vecto
             alike.setdefault((texts[text], part.layout()), []).append(part)
         else:
             kept.append(part)
-    vectors = [
-        _Vector(kind, first, total)
-        for kind, members in alike.items()
-        for first, total in _joined(members)
-    ]
+    vectors = [_Vector(kind, first, total) for kind, members in alike.items() for first, total in _joined(members)]
     return kept, vectors
 
 
@@ -262,10 +256,7 @@ def on_shape(part: PackedPart, shape: tuple[int, ...]) -> Equations:
         env = {**equations.constants, **dict(zip(equations.inputs, args, strict=True))}
         for eqn in equations.equations:
             values = [value_of(env, v) for v in eqn.invars]
-            if (
-                eqn.primitive.name == "broadcast_in_dim"
-                and eqn.outvars[0].aval.size > 1
-            ):
+            if eqn.primitive.name == "broadcast_in_dim" and eqn.outvars[0].aval.size > 1:
                 results = [jnp.broadcast_to(jnp.reshape(values[0], ()), shape)]
             else:
                 results = bind(eqn, values)

@@ -102,9 +102,7 @@ class VocabularyLayer:
     compute_dtype: Any
     key_impl: Any
 
-    def outputs(
-        self, parameters: Sequence, key_data: Any, inputs: Any, train: bool
-    ) -> Any:
+    def outputs(self, parameters: Sequence, key_data: Any, inputs: Any, train: bool) -> Any:
         """The layer's outputs, on every device.
 
         Args:
@@ -115,11 +113,7 @@ class VocabularyLayer:
         """
         tree = jax.tree.structure(self.layer.parameters)
         values, args = cast((tree.unflatten(parameters), (inputs,)), self.compute_dtype)
-        rows = {
-            leaf.num_rows: leaf.aval.shape[leaf.dim]
-            for leaf in self.leaves
-            if leaf.is_split
-        }
+        rows = {leaf.num_rows: leaf.aval.shape[leaf.dim] for leaf in self.leaves if leaf.is_split}
         num_parts = self.leaves[0].num_parts
         with (
             constraints_on(None, ()),
@@ -132,8 +126,10 @@ class VocabularyLayer:
                 outputs = self.layer.evaluate(values, self.layer.state, args)
         if not splitting.used:
             raise vocabulary.VocabularyError(
-                f'layer {self.index} ({self.layer.name}) splits a parameter over the axis "{STAGE}" and gives no part of '
-                "it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis out of "
+                f'layer {self.index} ({self.layer.name}) splits a parameter over the axis "{STAGE}" and gives no part '
+                "of "
+                "it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis out "
+                "of "
                 "the parameter's partition."
             )
         return outputs
@@ -170,11 +166,7 @@ class Unit(NamedTuple):
 
     def leaf_of(self) -> dict[tuple[int, int], PartedLeaf]:
         """`(layer, leaf)` -> the leaf, of all its layers."""
-        return {
-            (layer.index, j): leaf
-            for layer in self.layers
-            for j, leaf in enumerate(layer.leaves)
-        }
+        return {(layer.index, j): leaf for layer in self.layers for j, leaf in enumerate(layer.leaves)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,27 +221,21 @@ class Vocabulary:
 
     def summed_in(self, sums: GradientSums) -> "Vocabulary":
         """The same layers, whose gradients are summed as `sums` says."""
-        units = tuple(
-            unit._replace(sums=sums.packing_of(unit.packing)) for unit in self.units
-        )
+        units = tuple(unit._replace(sums=sums.packing_of(unit.packing)) for unit in self.units)
         return dataclasses.replace(self, units=units)
 
     def unit_of(self, layer: VocabularyLayer) -> Unit:
         """The unit of one of its layers."""
         return next(unit for unit in self.units if layer.index in unit.places)
 
-    def embedding_outputs(
-        self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool
-    ) -> Any:
+    def embedding_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
         """The embedding's outputs for a list of its inputs, equal on all devices."""
         assert self.embedding is not None
         inputs = jax.tree.structure(self.microbatch["inputs"]).unflatten(inputs)
         outputs = self.embedding.outputs(parameters, key_data, inputs, train)
         return cast(outputs, self.embedding.compute_dtype)
 
-    def head_outputs(
-        self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool
-    ) -> Any:
+    def head_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
         """The head's outputs for a list of its inputs, with `SplitLogits` in it."""
         assert self.head is not None
         inputs, _ = self._head_inputs_and_sums(inputs)
@@ -335,7 +321,8 @@ def find(
         return NO_VOCABULARY
     if traced.splits:
         raise vocabulary.VocabularyError(
-            f'layer {min(found)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave `strategy` '
+            f'layer {min(found)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave '
+            "`strategy` "
             "out, or leave the axis out of the parameter's partition."
         )
     embedding, head = found.get(0), found.get(len(layers) - 1)
@@ -373,37 +360,30 @@ def _parted(
     specs = tree.flatten_up_to(layer.specs) if layer.specs else [()] * len(leaves)
     result = []
     for aval, spec in zip(leaves, specs, strict=True):
-        dims = [
-            d
-            for d, names in enumerate(axes_by_dim(spec))
-            if any(_is_over_stages(name, rules) for name in names)
-        ]
+        dims = [d for d, names in enumerate(axes_by_dim(spec)) if any(_is_over_stages(name, rules) for name in names)]
         if len(dims) > 1 or (dims and dims[0] >= len(aval.shape)):
             raise vocabulary.VocabularyError(
-                f"layer {index} ({layer.name}): a parameter of shape {list(aval.shape)} cannot be split as {spec}. Name "
+                f"layer {index} ({layer.name}): a parameter of shape {list(aval.shape)} cannot be split as {spec}. "
+                "Name "
                 f'"{STAGE}" for one of its dims.'
             )
         dim = dims[0] if dims else 0
         result.append(PartedLeaf(aval, dim, bool(dims), num_parts))
-    parts = tree.unflatten(
-        [leaf.part if leaf.aval.shape else leaf.aval for leaf in result]
-    )
+    parts = tree.unflatten([leaf.part if leaf.aval.shape else leaf.aval for leaf in result])
     of_parts = dataclasses.replace(layer, parameters=parts)
     inner = parameter_specs(of_parts, index, sizes, rules)
-    return tuple(
-        leaf._replace(spec=spec) for leaf, spec in zip(result, inner, strict=True)
-    )
+    return tuple(leaf._replace(spec=spec) for leaf, spec in zip(result, inner, strict=True))
 
 
 def _is_over_stages(name: str, rules: AxisRules) -> bool:
-    """Whether a dim of this name is split over the axis "stage": by the first rule for the name, or as the axis itself."""
+    """Whether a dim of this name is split over the axis "stage": by the first rule for the name, or as the axis
+    itself.
+    """
     targets = [target for known, target in rules if known == name]
     return STAGE in axes((targets[0],)) if targets else name == STAGE
 
 
-def _check_layer(
-    layer: Layer, index: int, num_layers: int, leaves: Sequence[PartedLeaf]
-) -> None:
+def _check_layer(layer: Layer, index: int, num_layers: int, leaves: Sequence[PartedLeaf]) -> None:
     """Raises `ValueError` if a layer cannot be a vocabulary layer."""
     name = f'layer {index} ({layer.name}) names the axis "{STAGE}"'
     remedy = "leave the axis out of the parameter's partition"
@@ -427,14 +407,13 @@ def _check_layer(
         size = leaf.aval.shape[leaf.dim] if leaf.is_split else None
         if size is not None and sizes.setdefault(leaf.num_rows, size) != size:
             raise vocabulary.VocabularyError(
-                f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many rows "
+                f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many "
+                "rows "
                 f"({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
             )
 
 
-def _check_no_report(
-    found: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]
-) -> None:
+def _check_no_report(found: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]) -> None:
     """Raises `ValueError` if a vocabulary layer reports: each device would report what its part gives."""
     layer, key = (
         found.layer,
@@ -446,8 +425,10 @@ def _check_no_report(
     *_, names = jax.eval_shape(run, layer.parameters, layer.state, key, (inputs,))
     if names := sorted(set(names) & set(reported)):
         raise vocabulary.VocabularyError(
-            f'layer {found.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each device has a '
-            "part of its parameters only. Report in a layer between the first and the last, or leave the axis out of the "
+            f'layer {found.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each device '
+            "has a "
+            "part of its parameters only. Report in a layer between the first and the last, or leave the axis out of "
+            "the "
             "parameter's partition."
         )
 
@@ -483,9 +464,7 @@ def _units(
         inside = [(i, j) for i, j in tie if i in found]
         if not inside:
             continue
-        ways = {
-            (found[i].leaves[j].is_split, found[i].leaves[j].dim) for i, j in inside
-        }
+        ways = {(found[i].leaves[j].is_split, found[i].leaves[j].dim) for i, j in inside}
         if len(inside) < len(tie) or len(ways) > 1:
             raise vocabulary.VocabularyError(
                 f"tied parameters of layers {', '.join(str(i) for i, _ in tie)} must all be split over the axis "
@@ -498,23 +477,12 @@ def _units(
     for group in groups:
         is_embedding = group[0] == 0
         name = EMBEDDING if is_embedding else HEAD
-        owners = [
-            (i, j)
-            for i in group
-            for j in range(len(found[i].leaves))
-            if owner_of.get((i, j), (i, j)) == (i, j)
-        ]
+        owners = [(i, j) for i in group for j in range(len(found[i].leaves)) if owner_of.get((i, j), (i, j)) == (i, j)]
         leaves = [found[i].leaves[j] for i, j in owners]
         packing = Packing.of([[Leaf(leaf.part, spec=leaf.spec) for leaf in leaves]])
         packing = packing.named(name)
         place_of = dict(zip(owners, packing.places[0], strict=True))
-        places = {
-            i: tuple(
-                place_of[owner_of.get((i, j), (i, j))]
-                for j in range(len(found[i].leaves))
-            )
-            for i in group
-        }
+        places = {i: tuple(place_of[owner_of.get((i, j), (i, j))] for j in range(len(found[i].leaves))) for i in group}
         home = 0 if is_embedding else num_stages - 1
         yield Unit(name, home, tuple(found[i] for i in group), packing, packing, places)
 
@@ -522,9 +490,7 @@ def _units(
 # -- Checks of the table
 
 
-def check_table(
-    found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.ndarray]
-) -> None:
+def check_table(found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.ndarray]) -> None:
     """Raises `ValueError` if a table cannot run the vocabulary layers.
 
     Args:
@@ -561,14 +527,16 @@ def check_table(
     last = schedule.by_stage(schedule.forward_versions())[:, -1]
     if (last != schedule.by_stage(schedule.backward_versions())[:, -1]).any():
         raise vocabulary.VocabularyError(
-            f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, and "
+            f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, "
+            "and "
             f"the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
             f"{remedy}."
         )
     for name, delay in delays.items():
         if delay[-1]:
             raise vocabulary.VocabularyError(
-                f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, "
+                f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its "
+                "forward, "
                 f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
                 f"`{name}_params`, or {remedy}."
             )

@@ -29,9 +29,7 @@ _OPTIONS = (
 )
 
 
-def check_arguments(
-    settings: Settings, balance: str, key: jax.Array, batch: Any
-) -> None:
+def check_arguments(settings: Settings, balance: str, key: jax.Array, batch: Any) -> None:
     """Refuses processes that differ in what is known before the layers are traced.
 
     Args:
@@ -50,9 +48,7 @@ def check_arguments(
     facts = {"the version of jpipe": jpipe.__version__}
     facts |= {f"the version of {p}": importlib.metadata.version(p) for p in _PACKAGES}
     facts |= {f"the option {name}": str(getattr(jax.config, name)) for name in _OPTIONS}
-    facts["the random key"] = (
-        f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
-    )
+    facts["the random key"] = f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
     facts["the batch"] = shapes_text(batch)
     facts["`schedule`"] = (
         f"{schedule.name} of {schedule.num_stages} stages and {schedule.num_microbatches} microbatches"
@@ -86,9 +82,7 @@ def check_program(program: Program, **values: Any) -> None:
     parts = dict(program.parts)
     facts = {"`boundaries`": str(list(parts.pop("boundaries")))}
     for i, (layer, part) in enumerate(zip(program.stages.layers, parts.pop("layers"))):
-        facts[f"layer {i}"] = (
-            f"{layer.name}, {_hash(part)}, parameters {shapes_text(layer.parameters)}"
-        )
+        facts[f"layer {i}"] = f"{layer.name}, {_hash(part)}, parameters {shapes_text(layer.parameters)}"
     facts["`loss`"] = _hash(parts["loss"])
     facts["`optimizer`"] = _hash(parts["optimizer"])
     hooks = parts["forward_params or backward_params"]

@@ -24,10 +24,7 @@ from jpipe.states.locations import (
 def values(state: PipelineState) -> dict[str, np.ndarray]:
     """Name -> value of every injected hyperparameter. Every process must call it."""
     found = locations(state.program, num_rounds(state)).optimizer_state
-    where = {
-        h.name: next(leaves[h.path] for leaves in found if h.path in leaves)
-        for h in _hyperparams(state.program)
-    }
+    where = {h.name: next(leaves[h.path] for leaves in found if h.path in leaves) for h in _hyperparams(state.program)}
     return read(state, where)
 
 
@@ -44,10 +41,9 @@ def with_values(state: PipelineState, new: Mapping[str, Any]) -> PipelineState:
     )
 
 
-def begun_anew(
-    state: PipelineState, before: Mapping[str, np.ndarray] | None
-) -> PipelineState:
-    """A state that a pipeline has taken over, with the values that this pipeline begins with where they are not those of before.
+def begun_anew(state: PipelineState, before: Mapping[str, np.ndarray] | None) -> PipelineState:
+    """A state that a pipeline has taken over, with the values that this pipeline begins with where they are not those
+    of before.
 
     Args:
       state: of the pipeline.
@@ -63,11 +59,7 @@ def begun_anew(
 
 
 def _hyperparams(program: Program) -> list[Hyperparam]:
-    paths = [
-        p
-        for layers in layers_together(program.stages)
-        for p in optimizer_paths(program, layers)
-    ]
+    paths = [p for layers in layers_together(program.stages) for p in optimizer_paths(program, layers)]
     return hyperparams(list(dict.fromkeys(paths)))
 
 
@@ -76,13 +68,16 @@ def _check_name(name: str, known: Mapping[str, Hyperparam]) -> bool:
         return True
     if name in known:
         raise ValueError(
-            f"`{name}` is computed from the number of updates by the schedule that `optax.inject_hyperparams` got, and would be "
+            f"`{name}` is computed from the number of updates by the schedule that `optax.inject_hyperparams` got, and "
+            "would be "
             "computed again in the next step. Make a pipeline with another schedule, and let it `adopt` the state."
         )
     if not known:
         raise ValueError(
-            f"the optimizer's state has no `{name}`: it holds no hyperparameters. Let Optax keep them there, for example by "
-            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`, or make a pipeline with another optimizer of the same "
+            f"the optimizer's state has no `{name}`: it holds no hyperparameters. Let Optax keep them there, for "
+            "example by "
+            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`, or make a pipeline with another optimizer of "
+            "the same "
             "form, and let it `adopt` the state."
         )
     paths = [h.path for h in known.values() if h.path.endswith(f"['{name}']")]
@@ -92,8 +87,7 @@ def _check_name(name: str, known: Mapping[str, Hyperparam]) -> bool:
             f"`with_hyperparams(state, **{{path: value}})` with a path of {paths}."
         )
     raise ValueError(
-        f"the optimizer's state has no hyperparameter `{name}`, it has {sorted(known)}."
-        f"{did_you_mean(name, known)}"
+        f"the optimizer's state has no hyperparameter `{name}`, it has {sorted(known)}.{did_you_mean(name, known)}"
     )
 
 
@@ -113,13 +107,8 @@ def _with_leaves(state: PipelineState, leaves: Mapping[str, Any]) -> PipelineSta
             if stored is not None:
                 listed = blocks.setdefault(stored.location.array, [])
                 listed += [(block, leaf) for block in stored.blocks]
-    changed = {
-        name: _written(state.optimizer_state[name], of_array)
-        for name, of_array in blocks.items()
-    }
-    return dataclasses.replace(
-        state, optimizer_state={**state.optimizer_state, **changed}
-    )
+    changed = {name: _written(state.optimizer_state[name], of_array) for name, of_array in blocks.items()}
+    return dataclasses.replace(state, optimizer_state={**state.optimizer_state, **changed})
 
 
 def _checked(path: str, value: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:

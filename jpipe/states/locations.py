@@ -1,8 +1,8 @@
 """Where the packed arrays of a state hold the leaves of the model.
 
-`owners` walks the leaves of a state, one stage after the other, and says for each in which blocks of which array it lies:
-one copy of it, which readers take, and all of its copies, versions and shares, which writers fill. A leaf of the weights
-is one block. A leaf of the optimizer's state whose replicas share it is several, one on each replica.
+`owners` walks the leaves of a state, one stage after the other, and says for each in which blocks of which array it
+lies: one copy of it, which readers take, and all of its copies, versions and shares, which writers fill. A leaf of the
+weights is one block. A leaf of the optimizer's state whose replicas share it is several, one on each replica.
 """
 
 import dataclasses
@@ -195,19 +195,12 @@ def _stage(program: Program, s: int, newest: int) -> Owner:
         if not array.has_versions:
             return list(copies)
         versions = [engine.lowered.rows.of_chunk(s, d, chunk) for d, chunk in copies]
-        found = [
-            (d, row)
-            for (d, _), of_copy in zip(copies, versions)
-            for row in range(of_copy.start, of_copy.stop)
-        ]
+        found = [(d, row) for (d, _), of_copy in zip(copies, versions) for row in range(of_copy.start, of_copy.stop)]
         return [found[newest], *found[:newest], *found[newest + 1 :]]
 
     def stored(array: StateArray, place: Place, row: int) -> Stored:
         rows = engine.array_rows[array.rows or array.name]
-        blocks = tuple(
-            _block(_lead(rows, place.array, d, r), place, place.shape, (), row)
-            for d, r in rows_of(array)
-        )
+        blocks = tuple(_block(_lead(rows, place.array, d, r), place, place.shape, (), row) for d, r in rows_of(array))
         location = Location(array.name, place.array, place.shape, blocks[:1])
         return Stored(location, blocks)
 
@@ -225,10 +218,7 @@ def _stage(program: Program, s: int, newest: int) -> Owner:
             for array in LAYER_ARRAYS
             if array.leaves is not None
         },
-        weights=[
-            [stored(weights, place, row) for place, row in of_leaf]
-            for of_leaf in update.parameters
-        ],
+        weights=[[stored(weights, place, row) for place, row in of_leaf] for of_leaf in update.parameters],
         optimizer_state=_stored_state(program, s),
     )
 
@@ -265,14 +255,10 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
     V = int(engine.lowered.rows.num_versions[unit.home])
     num_states = engine.layout.num_replicas if engine.shares_updates else 1
 
-    def stored(
-        name: str, place: Place, leaf: PartedLeaf | None, rows: list[list[int]]
-    ) -> Stored:
+    def stored(name: str, place: Place, leaf: PartedLeaf | None, rows: list[list[int]]) -> Stored:
         """A leaf; `rows` has for each of its copies the row on each device."""
         if leaf is None:
-            blocks = tuple(
-                _block((row,), place, place.shape, ()) for row in itertools.chain(*rows)
-            )
+            blocks = tuple(_block((row,), place, place.shape, ()) for row in itertools.chain(*rows))
             location = Location(name, place.array, place.shape, blocks[:1])
             return Stored(location, blocks)
         shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
@@ -300,29 +286,20 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
             "parameters": {
                 layer.index: [
                     stored("parameters", place, leaf, versions)
-                    for place, leaf in zip(
-                        unit.places[layer.index], layer.leaves, strict=True
-                    )
+                    for place, leaf in zip(unit.places[layer.index], layer.leaves, strict=True)
                 ]
                 for layer in unit.layers
             }
         },
-        weights=[
-            [stored("parameters", place, leaf, versions)]
-            for place, leaf in unit.stored().items()
-        ],
+        weights=[[stored("parameters", place, leaf, versions)] for place, leaf in unit.stored().items()],
         optimizer_state={
             path: stored("optimizer_state", piece.place, leaf, states)
-            for path, leaf, (piece,) in zip(
-                paths, parted_state, update.state, strict=True
-            )
+            for path, leaf, (piece,) in zip(paths, parted_state, update.state, strict=True)
         },
     )
 
 
-def _lead(
-    rows: ArrayRows, array: str, device: int, row: int, replica: int = 0
-) -> tuple[int]:
+def _lead(rows: ArrayRows, array: str, device: int, row: int, replica: int = 0) -> tuple[int]:
     """The index on the first axis of an array, which goes over replicas and devices.
 
     Args:
@@ -336,9 +313,7 @@ def _lead(
     return (position * rows.number(array) + rows.row(array, device, row),)
 
 
-def _block(
-    lead: tuple, place: Place, view: tuple[int, ...], index: tuple, row: int = 0
-) -> Block:
+def _block(lead: tuple, place: Place, view: tuple[int, ...], index: tuple, row: int = 0) -> Block:
     start = int(place.start(row))
     plain = tuple((i.start, i.stop) if isinstance(i, slice) else i for i in index)
     return Block(tuple(map(int, lead)), start, start + place.block[0], view, plain)
@@ -380,18 +355,14 @@ def locations(program: Program, rounds: int) -> Leaves:
     for array in WHOLE_ARRAYS:
         names = program.engine.layout[array.name].shapes if moves else ()
         block = Block((), 0, 1, (1,))
-        whole[array.name] = {
-            name: Location(array.name, name, (1,), (block,)) for name in names
-        }
+        whole[array.name] = {name: Location(array.name, name, (1,), (block,)) for name in names}
     return Leaves(trees, optimizer_state, whole)
 
 
 # -- Reading
 
 
-def read(
-    state: PipelineState, wanted: Any, needed: Container[Location] | None = None
-) -> Any:
+def read(state: PipelineState, wanted: Any, needed: Container[Location] | None = None) -> Any:
     """Host copies of the leaves at locations, one array of the state after the other.
 
     Every process must call it with the same locations. A part of an array that is on a device of another
@@ -433,14 +404,8 @@ def read(
 def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
     """The rows of one position along the first axis, on the host; None if they are not needed."""
     rows = array.sharding.shard_shape(array.shape)[0]
-    here = [
-        s for s in array.addressable_shards if (s.index[0].start or 0) == part * rows
-    ]
-    if (
-        here
-        and here[0].data.shape[1:] == array.shape[1:]
-        and array.is_fully_addressable
-    ):
+    here = [s for s in array.addressable_shards if (s.index[0].start or 0) == part * rows]
+    if here and here[0].data.shape[1:] == array.shape[1:] and array.is_fully_addressable:
         return np.asarray(here[0].data)
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
@@ -464,9 +429,7 @@ def layers_together(stages: Stages) -> list[tuple[int, ...]]:
     return of_stages + [tuple(unit.places) for unit in stages.vocabulary.units]
 
 
-def optimizer_paths(
-    program: Program, layers: Sequence[int]
-) -> dict[str, jax.ShapeDtypeStruct]:
+def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape of each leaf of the optimizer's state for some layers, in order. No leaf is a part."""
     stages = program.stages
     parameters = [layer.parameters for layer in stages.layers]

@@ -35,9 +35,7 @@ class LayerValues(NamedTuple):
 ValuesOf = Callable[[Sequence[int]], LayerValues]
 """The layers of a stage, or of a unit of vocabulary layers -> their leaves."""
 
-_PACKED = tuple(
-    a for a in STATE_ARRAYS if a.adopted in (Adopted.LEAVES, Adopted.COMPUTED)
-)
+_PACKED = tuple(a for a in STATE_ARRAYS if a.adopted in (Adopted.LEAVES, Adopted.COMPUTED))
 """The arrays that leaves of layers fill."""
 
 
@@ -55,7 +53,8 @@ def new_state(
       values_of: called with the layers of a stage, under the default device that runs the stage.
       key_data: data of the random key of training.
       started: microbatches of training so far.
-      whole: name of an array that is taken as it is -> its arrays on one device. Without an entry it is as before training.
+      whole: name of an array that is taken as it is -> its arrays on one device. Without an entry it is as before
+      training.
     """
     layout, num_devices = program.engine.layout, program.settings.mesh.size
     arrays = _pack(program, values_of)
@@ -68,16 +67,12 @@ def new_state(
             continue
         wanted = layout.global_shapes([array.field])[array.field]
         if array.name in whole:
-            arrays[array.name] = jax.tree.map(
-                _everywhere, wanted, dict(whole[array.name])
-            )
+            arrays[array.name] = jax.tree.map(_everywhere, wanted, dict(whole[array.name]))
         else:
             first, parts = array.first, num_devices
             if layout[array.field].held is Held.EQUAL:
                 parts = layout.num_devices
-            arrays[array.name] = _first(
-                functools.partial(first, program.engine), parts, wanted
-            )
+            arrays[array.name] = _first(functools.partial(first, program.engine), parts, wanted)
     return PipelineState(
         **arrays,
         **_zeros(layout.global_shapes(dict.fromkeys(empty)), program.settings.platform),
@@ -140,9 +135,7 @@ def _zeros(shapes: Any, platform: str) -> Any:
     )()
 
 
-def _counters(
-    program: Program, key_data: Any, rounds: int, started: int
-) -> dict[str, Any]:
+def _counters(program: Program, key_data: Any, rounds: int, started: int) -> dict[str, Any]:
     """The counters of a state, equal on all devices."""
     num_devices = program.settings.schedule.num_devices
     everywhere = NamedSharding(program.settings.mesh, REPLICATED)
@@ -178,8 +171,7 @@ class _Hosts:
             if group.held is not Held.EQUAL:
                 number *= self.layout.num_replicas
             self.positions[array.name] = [
-                jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), group.shapes)
-                for _ in range(number)
+                jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), group.shapes) for _ in range(number)
             ]
 
     def write(self, stored: Stored, leaf: Any, name: str, reader: str = "") -> None:
@@ -203,10 +195,7 @@ class _Hosts:
 
             return jax.make_array_from_callback(want.shape, want.sharding, shard)
 
-        return {
-            name: jax.tree.map(whole, wanted[name], *parts)
-            for name, parts in self.positions.items()
-        }
+        return {name: jax.tree.map(whole, wanted[name], *parts) for name, parts in self.positions.items()}
 
 
 def _pack(program: Program, values_of: ValuesOf) -> dict[str, Any]:
@@ -252,9 +241,7 @@ def _read_weights(
     """Pass, and the leaves of an owner's weights that a parameter hook gives to the pass."""
     engine, params = program.engine, values.layers["params"]
     for reader in engine.layout["read_parameters"].shapes:
-        weights = jax.tree.leaves(
-            seen_by_optimizer(program.stages, owner.layers, params)
-        )
+        weights = jax.tree.leaves(seen_by_optimizer(program.stages, owner.layers, params))
         delay = float(engine.delays[reader][owner.home])
         if delay:
             weights = owner.update.param_hooks[reader](weights, state_leaves, delay)

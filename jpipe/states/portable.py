@@ -123,16 +123,14 @@ def check_nothing_in_flight(state: PipelineState) -> None:
         )
 
 
-def from_portable(
-    program: Program, source: Portable, *, matching: bool = False
-) -> PipelineState:
+def from_portable(program: Program, source: Portable, *, matching: bool = False) -> PipelineState:
     """A state of `program` that continues the training of `source`.
 
     Args:
       program: of the state.
       source: the training.
-      matching: whether leaves of the optimizer's state that `source` does not have, or has in another shape or dtype, begin
-        anew, and those that only `source` has are dropped. If not, both are errors.
+      matching: whether leaves of the optimizer's state that `source` does not have, or has in another shape or dtype,
+        begin anew, and those that only `source` has are dropped. If not, both are errors.
 
     Raises:
       ValueError: if the layers or the optimizer differ, or one stage would hold layers whose stages
@@ -146,9 +144,7 @@ def from_portable(
     check_fit("params", leaves.params, stages.layers, "parameters")
     mutable = leaves.layers["mutable_state"]
     check_fit("mutable_state", mutable, stages.layers, "state")
-    wanted = {
-        layers: optimizer_paths(program, layers) for layers in layers_together(stages)
-    }
+    wanted = {layers: optimizer_paths(program, layers) for layers in layers_together(stages)}
     if not matching:
         _check_same_paths(leaves, set().union(*wanted.values()))
         check_same_optimizer(program, source.optimizer)
@@ -156,10 +152,7 @@ def from_portable(
 
     def values_of(layers: Sequence[int]) -> LayerValues:
         trees = {
-            name: [
-                jax.tree.map(np.asarray, tree) if i in layers else None
-                for i, tree in enumerate(of_layers)
-            ]
+            name: [jax.tree.map(np.asarray, tree) if i in layers else None for i, tree in enumerate(of_layers)]
             for name, of_layers in leaves.layers.items()
         }
         paths = wanted[tuple(layers)]
@@ -266,9 +259,7 @@ def _has(source: Leaves, path: str, like: jax.ShapeDtypeStruct) -> bool:
     return any((a.shape, a.dtype) == (like.shape, like.dtype) for a in found)
 
 
-def with_params(
-    state: PipelineState, function: Callable[[Any, Any], Any]
-) -> PipelineState:
+def with_params(state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:
     """A state with nothing in flight whose newest weights are `function(params, optimizer_state)`.
 
     Every process must call it. The function is called once for each stage, and for each unit of vocabulary
@@ -289,10 +280,7 @@ def with_params(
         ]
         tree = jax.tree.structure(jax.eval_shape(optimizer.init, seen))
         given = function(seen, tree.unflatten(own))
-        described = [
-            jax.tree.map(lambda a: (np.shape(a), np.dtype(a.dtype)), of)
-            for of in (seen, given)
-        ]
+        described = [jax.tree.map(lambda a: (np.shape(a), np.dtype(a.dtype)), of) for of in (seen, given)]
         if described[0] != described[1]:
             raise ValueError(
                 "`function` of `with_params` returns other shapes, dtypes or layers than it gets. It is called as "
@@ -308,10 +296,7 @@ def with_params(
     for (i, j), *copies in stages.ties:
         for k, n in copies:
             params[k][n] = params[i][j]
-    changed = [
-        jax.tree.structure(tree).unflatten(values)
-        for tree, values in zip(leaves.params, params, strict=True)
-    ]
+    changed = [jax.tree.structure(tree).unflatten(values) for tree, values in zip(leaves.params, params, strict=True)]
     layers_changed = {**leaves.layers, "params": changed}
     source = _with_position(state, leaves._replace(layers=layers_changed))
     return from_portable(program, source)
@@ -346,10 +331,7 @@ def initial(
         if fresh is None:
             assert layer.init is not None
             fresh = init_one(layer.init, keys[i])
-        return [
-            a if tree is not None else b
-            for tree, a, b in zip(given, from_caller, fresh)
-        ]
+        return [a if tree is not None else b for tree, a, b in zip(given, from_caller, fresh)]
 
     def values_of(numbers: Sequence[int]) -> LayerValues:
         weights: list = [None] * len(layers)
@@ -385,9 +367,7 @@ def with_compression_of(state: PipelineState, source: PipelineState) -> Pipeline
 
     If the compressors, the stages or the replicas differ, what compressors keep starts anew, and a warning says so.
     """
-    mine, theirs = (
-        {name: getattr(s, name) for name in _ALIKE} for s in (state, source)
-    )
+    mine, theirs = ({name: getattr(s, name) for name in _ALIKE} for s in (state, source))
     if not jax.tree.leaves((mine, theirs)):
         return state
     if _meaning(state.program) != _meaning(source.program):
@@ -402,13 +382,8 @@ def with_compression_of(state: PipelineState, source: PipelineState) -> Pipeline
 def _meaning(program: Program) -> tuple:
     """What decides the layout and the meaning of the arrays that compressors keep."""
     settings, engine = program.settings, program.engine
-    groups = [
-        (group.name, [starts.tolist() for starts in group.starts])
-        for group in engine.gradient_groups
-    ]
-    shapes = jax.tree.map(
-        lambda a: (a.shape, a.dtype), engine.layout.local_shapes(_ALIKE)
-    )
+    groups = [(group.name, [starts.tolist() for starts in group.starts]) for group in engine.gradient_groups]
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), engine.layout.local_shapes(_ALIKE))
     return (
         settings.communication.compressors,
         groups,
@@ -437,9 +412,7 @@ def parameters(state: PipelineState) -> list | None:
 
 def mutable_state(state: PipelineState) -> list | None:
     """The layers' mutable state: one nested dict per layer, of host arrays; None but on the first process."""
-    return _on_first(
-        state, locations(state.program, num_rounds(state)).layers["mutable_state"]
-    )
+    return _on_first(state, locations(state.program, num_rounds(state)).layers["mutable_state"])
 
 
 def _on_first(state: PipelineState, wanted: list) -> list | None:

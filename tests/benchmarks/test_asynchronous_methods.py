@@ -48,9 +48,7 @@ def test_every_method_is_a_configuration(name):
     hooks = config.options_of_pipeline()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jpipe.optim.check_hooks(
-            state, forward=hooks["forward_params"], backward=hooks["backward_params"]
-        )
+        jpipe.optim.check_hooks(state, forward=hooks["forward_params"], backward=hooks["backward_params"])
 
 
 @pytest.mark.slow
@@ -82,14 +80,8 @@ def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     before = trainer.pipe.get_params(states[0])
     for _ in range(4):
         batch = next(batches)
-        states = [
-            pipe.step(state, batch)[0]
-            for pipe, state in zip((trainer.pipe, plain), states, strict=True)
-        ]
-    found, wanted = (
-        pipe.get_params(state)
-        for pipe, state in zip((trainer.pipe, plain), states, strict=True)
-    )
+        states = [pipe.step(state, batch)[0] for pipe, state in zip((trainer.pipe, plain), states, strict=True)]
+    found, wanted = (pipe.get_params(state) for pipe, state in zip((trainer.pipe, plain), states, strict=True))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert np.isfinite(a).all()
@@ -186,9 +178,7 @@ def test_synchronous_steps_of_a_warm_up_take_longer():
     rows = methods.rows_of("images", task, runs)
     assert methods.time_to(task, rows, (8, method), 8) == pytest.approx(100 + 7 * 20)
     assert methods.time_to(task, rows, (1, "Adam"), 8) == pytest.approx(8 * 75)
-    rows = methods.rows_of(
-        "images", task, runs | {f"images|8|{method}|0.01|0": fake(0.5, 0.8)}
-    )
+    rows = methods.rows_of("images", task, runs | {f"images|8|{method}|0.01|0": fake(0.5, 0.8)})
     assert methods.time_to(task, rows, (8, method), 8) == pytest.approx(50 + 7 * 20)
 
 

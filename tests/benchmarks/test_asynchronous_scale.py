@@ -37,9 +37,7 @@ def test_one_microbatch_reads_what_the_pipeline_reads():
     own = scale.table_of(scale.METHODS["asynchronous"], 6, 6, 1)
     table = jpipe.schedules.emulated(jpipe.schedules.pipemare(6, 1, ticks="paired"))
     for versions in ("forward_versions", "backward_versions"):
-        np.testing.assert_array_equal(
-            getattr(own, versions)(), getattr(table, versions)()
-        )
+        np.testing.assert_array_equal(getattr(own, versions)(), getattr(table, versions)())
 
 
 def test_layers_have_the_delay_of_their_stage():
@@ -59,10 +57,7 @@ def test_models_have_about_100_stages():
 def test_accounting_is_that_of_the_paper():
     """Table 1 for 107 stages of one size: 4.3 times the throughput of GPipe."""
     sizes, N = np.ones(107), 32
-    rows = {
-        name: scale.accounting(method, sizes, N, 3)
-        for name, method in scale.METHODS.items()
-    }
+    rows = {name: scale.accounting(method, sizes, N, 3) for name, method in scale.METHODS.items()}
     assert round(1 / rows["synchronous"]["throughput"], 1) == 4.3
     delays = [-(-(2 * k + 1) // N) for k in range(107)]
     wanted = (2 + np.mean(delays)) / 3
@@ -97,20 +92,14 @@ def test_summary_chooses_rates_and_finds_targets():
     assert summary["target"] == pytest.approx(0.81 - task.margin)
     assert rows["synchronous"]["rate"] == 0.1
     assert rows["synchronous"]["best"] == [0.8, 0.82]
-    assert rows["synchronous"]["epochs"] == pytest.approx(
-        (1000 + 500 + 500 * 0.2 / 0.22) / 2 / 1000
-    )
+    assert rows["synchronous"]["epochs"] == pytest.approx((1000 + 500 + 500 * 0.2 / 0.22) / 2 / 1000)
     # A GPipe of 107 stages and 32 microbatches takes 138 / 32 as long.
-    assert rows["synchronous"]["time"] == pytest.approx(
-        rows["synchronous"]["epochs"] * 138 / 32
-    )
+    assert rows["synchronous"]["time"] == pytest.approx(rows["synchronous"]["epochs"] * 138 / 32)
     assert rows["+T1"]["rate"] == 0.05
     assert rows["+T1"]["epochs"] is None and rows["+T1"]["reached"] == 1
     steps = 500 + 500 * 0.1 / 0.2
     warm_up = task.warm_up_steps
-    assert rows["+T1+T2+T3"]["time"] == pytest.approx(
-        (steps - warm_up + warm_up * 138 / 32) / 1000
-    )
+    assert rows["+T1+T2+T3"]["time"] == pytest.approx((steps - warm_up + warm_up * 138 / 32) / 1000)
     text = scale.markdown("resnet", summary)
     assert "0.8100 ± 0.0141 | 0.1 (0.1, 0.2)" in text
     assert "- (1 of 2)" in text
@@ -163,9 +152,7 @@ def test_stages_are_shown_at_the_best_rate_of_each_cell():
         "paired": {},
         "unit": {"2BW": {8: (0.1, [0.71, 0.73]), 16: (0.05, [0.1])}},
     }
-    accuracies, _, rates = scale.markdown_of_stages(
-        points, scale.tasks(quick=False)["stages"]
-    ).split("\n\n")
+    accuracies, _, rates = scale.markdown_of_stages(points, scale.tasks(quick=False)["stages"]).split("\n\n")
     assert "| unit | 2BW | 72.0 ± 1.4 | 10.0 |" in accuracies
     assert "| unit | 2BW | 0.1 | 0.05 |" in rates
 
@@ -186,9 +173,7 @@ def test_rates_of_every_number_of_stages_are_searched(monkeypatch, tmp_path):
     task = scale.tasks(quick=True)["stages"]
     runs = scale.Runs(tmp_path / "runs.json")
     methods = {"asynchronous": scale.REMEDIES["asynchronous"]}
-    scale.train_stages(
-        task, {"test": scale.images(None)["test"]}, runs, methods, 2, None, (1, 2, 7)
-    )
+    scale.train_stages(task, {"test": scale.images(None)["test"]}, runs, methods, 2, None, (1, 2, 7))
     # In paired ticks the layers of two stages are one update late, as those of one stage.
     assert len(trained) == 5 * 5 and len(runs.found) == 6 * 5
     assert runs.found["asynchronous|paired|2|0.1|1"]

@@ -156,6 +156,8 @@ def test_limit(rows, name, limit):
     ids=lambda limit: limit.__name__,
 )
 def test_limit_of_convolutions(rows, limit):
-    """Convolutions are part of CUDA graphs. Their weights are copied, so there are more kernels than in the plain scan."""
+    """Convolutions are part of CUDA graphs. Their weights are copied, so there are more kernels than in the plain
+    scan.
+    """
     value, most = limit(*rows("unet gpipe"))
     assert value <= most

@@ -65,19 +65,16 @@ def test_reads_a_scheduled_program():
 )
 def test_small_step_for_eight_chips():
     # A separate process: only one process of a machine may load the compiler at a time.
-    flags = (
-        "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
-    )
+    flags = "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
     command = [sys.executable, SCRIPT, "--topologies", "v5e:2x4", "--schedules"]
-    script = subprocess.run(
-        [*command, "one_f_one_b", *flags.split()], capture_output=True, text=True
-    )
+    script = subprocess.run([*command, "one_f_one_b", *flags.split()], capture_output=True, text=True)
     assert script.returncode == 0, script.stderr[-3000:]
     (line,) = [line for line in script.stdout.splitlines() if line.startswith("{")]
     row = json.loads(line)
     arguments = row["compiled_mb"] - row["temporaries_mb"]
     assert 0.99 < arguments / row["predicted_mb"] < 1.01
-    # The compiler takes 6 MB for itself, at this size and at others. Activations in flight have 40 MB, and are not copied.
+    # The compiler takes 6 MB for itself, at this size and at others. Activations in flight have 40 MB, and are not
+    # copied.
     assert row["temporaries_mb"] < 10
     assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
     assert min(row["slack"]) > 1

@@ -56,9 +56,7 @@ def recomputed_flops(of: sizes.Sizes) -> int:
 def test_flops_are_those_of_the_products():
     gradient, *arguments = abstract_gradient(TINY)
     jaxpr = jax.make_jaxpr(gradient)(*arguments)
-    assert TINY.microbatches * product_flops(jaxpr.jaxpr) == (
-        sizes.model_flops(TINY) + recomputed_flops(TINY)
-    )
+    assert TINY.microbatches * product_flops(jaxpr.jaxpr) == (sizes.model_flops(TINY) + recomputed_flops(TINY))
 
 
 def test_flops_agree_with_xla():
@@ -220,9 +218,7 @@ def test_a_failure_is_one_line_without_jax_notes(capsys):
 
     with pytest.raises(RuntimeError) as error:
         fails(1.0)
-    assert timing.failure(error.value) == {
-        "failed": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"
-    }
+    assert timing.failure(error.value) == {"failed": "RuntimeError: RESOURCE_EXHAUSTED: out of memory"}
     assert "Traceback" in capsys.readouterr().err
 
 

@@ -174,9 +174,7 @@ def in_command_buffer(thunks: str) -> str:
 
 def loop_over_ticks(tick: str) -> str:
     return (
-        "000: kWhile\ncondition:\n    001: kKernel\n  body:\n"
-        + "    002: kCollectivePermuteStart\n"
-        + indented(tick)
+        "000: kWhile\ncondition:\n    001: kKernel\n  body:\n" + "    002: kCollectivePermuteStart\n" + indented(tick)
     )
 
 
@@ -188,9 +186,7 @@ FORWARD = gpu.Activity(frozenset({("forward", 2)}))
 def step(thunks: str = THUNKS):
     # As XLA writes it.
     thunks = thunks.replace("No thunks.\n", "No thunks.")
-    return gpu.Step(
-        texts.Hlo(HLO), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks)
-    )
+    return gpu.Step(texts.Hlo(HLO), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks))
 
 
 def test_work_of_a_tick():
@@ -227,9 +223,7 @@ def test_a_slice_that_is_not_written_in_place_is_a_copy():
         "fusion.2{0} @0> (size=1000000,offset=0)",
         "fusion.2{0} @0> (size=1000000,offset=1000000)",
     )
-    program = gpu.Step(
-        texts.Hlo(HLO), texts.Buffers(elsewhere, VALUES), texts.parse_thunks(THUNKS)
-    )
+    program = gpu.Step(texts.Hlo(HLO), texts.Buffers(elsewhere, VALUES), texts.parse_thunks(THUNKS))
     (loop,) = program.tick_loops()
     assert program.tick(loop, FORWARD).copied == 1.0
 
@@ -298,19 +292,13 @@ def test_guarding_loop():
     text = HLO.replace(
         "true_computation=%forward, false_computation=%no_forward",
         "condition=%tick_condition, body=%forward",
-    ).replace(
-        "= (f32[4]{0}, f32[1000,250]{1,0}) conditional(%p", "= (f32[4]{0}) while(%p"
-    )
+    ).replace("= (f32[4]{0}, f32[1000,250]{1,0}) conditional(%p", "= (f32[4]{0}) while(%p")
     text = text.replace('forward/stage1-2/cond"', 'forward/stage1-2/while"')
     forward = FORWARD_THUNKS.replace("kConditional", "kWhile", 1)
-    forward = forward.replace(
-        "  false_branch:", "condition:\n    099: kKernel\n  body:"
-    )
+    forward = forward.replace("  false_branch:", "condition:\n    099: kKernel\n  body:")
     forward = forward[: forward.index("  true_branch:")]
     thunks = loop_over_ticks(forward + UPDATE_THUNKS)
-    program = gpu.Step(
-        texts.Hlo(text), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks)
-    )
+    program = gpu.Step(texts.Hlo(text), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks))
     (loop,) = program.tick_loops()
     busy, idle = (program.tick(loop, a) for a in (FORWARD, gpu.Activity()))
     assert (busy.products, idle.products) == (3, 0)

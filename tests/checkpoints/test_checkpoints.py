@@ -122,9 +122,7 @@ def assert_portable_equal(got, want):
 def test_every_layout_restores_into_every_other(before, after, saved):
     restored = saved(before).restore(of_layout(after), batches(1)[0])
     assert_portable_equal(restored.state, source())
-    np.testing.assert_equal(
-        saved(before).params(), of_layout(after).get_params(restored.state)
-    )
+    np.testing.assert_equal(saved(before).params(), of_layout(after).get_params(restored.state))
 
 
 def test_another_layout_goes_on_as_its_adoption(saved):
@@ -189,9 +187,7 @@ def test_the_newest_steps_are_kept(small, tmp_path):
     assert checkpoints.restore(pipe, batch, step=5).run == 5
 
 
-def test_a_new_name_is_on_the_disk_before_an_old_step_is_deleted(
-    small, tmp_path, monkeypatch
-):
+def test_a_new_name_is_on_the_disk_before_an_old_step_is_deleted(small, tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
 
     def record(descriptor):
@@ -335,9 +331,7 @@ def test_another_model_is_refused(options, message, small, tmp_path):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])  # the layout that was saved; another
-def test_a_state_of_the_same_names_is_not_taken_for_another(
-    num_stages, small, tmp_path, monkeypatch
-):
+def test_a_state_of_the_same_names_is_not_taken_for_another(num_stages, small, tmp_path, monkeypatch):
     _, batch, state = small
     schedule = schedules.gpipe(num_stages, 2)
     adamw = pipeline(schedule, num_layers=2, optimizer=optax.adamw(1e-3, b1=0.8))
@@ -358,9 +352,7 @@ def test_a_state_of_the_same_names_is_not_taken_for_another(
             del layout["optimizer"]
             return layout
 
-        monkeypatch.setattr(
-            "jpipe.checkpoints._layout.layout_of_state", of_older_version
-        )
+        monkeypatch.setattr("jpipe.checkpoints._layout.layout_of_state", of_older_version)
         checkpoints.save(2, state)
         checkpoints.wait()
         checkpoints.restore(adamw, batch, 2)

@@ -63,9 +63,7 @@ SLOW = pytest.mark.slow
         pytest.param(30, 2, marks=SLOW),
     ],
 )
-def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(
-    num_kills, num_processes, tmp_path
-):
+def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(num_kills, num_processes, tmp_path):
     folder, other = tmp_path / "killed", tmp_path / "uninterrupted"
     folder.mkdir(), other.mkdir()
     random, restored, newest = np.random.default_rng(num_kills), [], 0
@@ -90,10 +88,7 @@ def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(
     for step, values in restored:
         np.testing.assert_array_equal(values, params[str(step)])
     pipe, batch = killed.pipeline(), killed.batch(0)
-    got, want = (
-        jpipe.Checkpoints(each / "checkpoints").restore(pipe, batch, last).state
-        for each in (folder, other)
-    )
+    got, want = (jpipe.Checkpoints(each / "checkpoints").restore(pipe, batch, last).state for each in (folder, other))
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
         {**got.kept(), **got.in_flight(), **got.counters()},

@@ -81,9 +81,7 @@ def test_plain_flax_and_back(tmp_path):
     trained = jpipe.load_params(tmp_path / "out")
     nnx.update(first, trained[0])
     outputs = second.apply({"params": trained[1]}, first(batch["inputs"]))
-    np.testing.assert_allclose(
-        outputs, pipe.predict(state, batch), rtol=1e-6, atol=1e-6
-    )
+    np.testing.assert_allclose(outputs, pipe.predict(state, batch), rtol=1e-6, atol=1e-6)
 
 
 def test_an_address_is_refused():
@@ -91,7 +89,5 @@ def test_an_address_is_refused():
         lambda: jpipe.load_params("s3://a/b"),
         lambda: jpipe.save_params("s3://a/b", PARAMS),
     ):
-        with pytest.raises(
-            ValueError, match="`path` must be in a file system, got the address 's3:"
-        ):
+        with pytest.raises(ValueError, match="`path` must be in a file system, got the address 's3:"):
             call()

@@ -66,10 +66,7 @@ def test_shapes_of_a_wire_are_known(name, dtype):
     want = {n: (a.shape, a.dtype) for n, a in compressor.wire_of(x).items()}
     assert {n: (a.shape, a.dtype) for n, a in wire.items()} == want
     assert compressor.wire_bytes(x) == sum(a.nbytes for a in wire.values())
-    shapes = [
-        jax.tree.map(lambda a: (a.shape, a.dtype), s)
-        for s in (state, compressor.init(x))
-    ]
+    shapes = [jax.tree.map(lambda a: (a.shape, a.dtype), s) for s in (state, compressor.init(x))]
     assert shapes[0] == shapes[1]
     decoded = compressor.decode(wire, x)
     assert (decoded.shape, decoded.dtype) == (x.shape, x.dtype)
@@ -130,14 +127,10 @@ def test_a_cast_keeps_infinities_and_its_range():
     x = np.array([1.0, -1e9, np.inf, np.nan, 448.0], "float32")
     got, _ = sent(Cast("float8_e5m2"), x)
     np.testing.assert_array_equal(got, np.array([1, -57344, np.inf, np.nan, 448], "f"))
-    np.testing.assert_array_equal(
-        sent(Cast("float8_e4m3fn"), x)[0][[0, 1, 4]], [1, -448, 448]
-    )
+    np.testing.assert_array_equal(sent(Cast("float8_e4m3fn"), x)[0][[0, 1, 4]], [1, -448, 448])
 
 
-@pytest.mark.parametrize(
-    "name", ["8 bits", "4 bits", "threshold", "top", "powersgd", "pca"]
-)
+@pytest.mark.parametrize("name", ["8 bits", "4 bits", "threshold", "top", "powersgd", "pca"])
 def test_zeros_stay_zeros(name):
     zeros, state = np.zeros(SHAPE, "float32"), None
     for _ in range(3):
@@ -151,9 +144,7 @@ def test_zeros_stay_zeros(name):
     assert error[-1] < np.abs(x).max() * (1 + 1e-6) and (got != 0).any()
 
 
-@pytest.mark.parametrize(
-    "name", ["8 bits", "4 bits", "threshold", "bitmap", "dense", "top"]
-)
+@pytest.mark.parametrize("name", ["8 bits", "4 bits", "threshold", "bitmap", "dense", "top"])
 def test_the_receiver_sees_a_nan(name):
     x = array()
     x[3, 4] = np.nan
@@ -163,9 +154,7 @@ def test_the_receiver_sees_a_nan(name):
 # -- Sparse
 
 
-@pytest.mark.parametrize(
-    "compressor", [Threshold(0.03), TopK(0.03), Threshold(0.4), TopK(0.4)]
-)
+@pytest.mark.parametrize("compressor", [Threshold(0.03), TopK(0.03), Threshold(0.4), TopK(0.4)])
 def test_the_largest_entries_arrive_exactly(compressor):
     x = array()
     kept = int(compressor.density * x.size)
@@ -175,10 +164,7 @@ def test_the_largest_entries_arrive_exactly(compressor):
 
 
 def test_a_wire_takes_the_smaller_form():
-    wires = {
-        d: set(Threshold(d, room=1).wire_of(np.zeros(3200, "f")))
-        for d in (0.02, 0.05, 0.99)
-    }
+    wires = {d: set(Threshold(d, room=1).wire_of(np.zeros(3200, "f"))) for d in (0.02, 0.05, 0.99)}
     assert wires == {
         0.02: {"values", "indices"},  # 64 indices, 100 words
         0.05: {"values", "bitmap"},
@@ -229,9 +215,7 @@ def test_the_count_of_entries_without_room_does_not_wrap():
 
 def test_equal_entries():
     got, state = sent(Threshold(0.1), np.ones(100, "f"))
-    assert (
-        got.sum() == 15 and int(state.overflow) == 85
-    )  # all pass, and there is room for 15
+    assert got.sum() == 15 and int(state.overflow) == 85  # all pass, and there is room for 15
     assert sent(TopK(0.1), np.ones(100, "f"))[0].sum() == 10
 
 
@@ -240,15 +224,11 @@ def test_only_a_renewed_threshold_sorts():
     jaxpr = jax.make_jaxpr(compressor.encode)(x, compressor.init(x))
     outside = {equation.primitive.name for equation in jaxpr.eqns}
     assert not outside & {"sort", "top_k", "approx_top_k"} and "cond" in outside
-    inside = str(
-        [e.params["branches"] for e in jaxpr.eqns if e.primitive.name == "cond"]
-    )
+    inside = str([e.params["branches"] for e in jaxpr.eqns if e.primitive.name == "cond"])
     assert "top_k" in inside
 
 
-@pytest.mark.parametrize(
-    "compressor", [Threshold(0.05), TopK(0.05), Threshold(0.3), TopK(0.9), TopK(1.0)]
-)
+@pytest.mark.parametrize("compressor", [Threshold(0.05), TopK(0.05), Threshold(0.3), TopK(0.9), TopK(1.0)])
 def test_the_gradient_is_that_of_a_mask(compressor):
     x, weights = array(), array(1)
     wire, _ = compressor.encode(x, compressor.init(x))
@@ -257,9 +237,7 @@ def test_the_gradient_is_that_of_a_mask(compressor):
     arrived = compressor.decode(wire, x)
     gradient = jax.grad(lambda y: (jnp.sin(y) * weights).sum())(arrived)
     back = compressor.encode_at(gradient, compressor.support(wire))
-    assert {n: a.shape for n, a in back.items()} == {
-        n: a.shape for n, a in wire.items()
-    }
+    assert {n: a.shape for n, a in back.items()} == {n: a.shape for n, a in wire.items()}
     np.testing.assert_array_equal(compressor.decode(back, x), want)
 
 
@@ -296,9 +274,7 @@ def test_streaming_pca_learns_the_leading_vectors():
     like = jax.ShapeDtypeStruct((a, b), np.float32)
     first = [c.init(like)._replace(sigma=jnp.ones(3)) for c in compressors]
     factors = jax.tree.map(lambda *of_runs: jnp.stack(of_runs), *first)
-    left, right = (
-        np.linalg.qr(rng.standard_normal((num_runs, n, len(values))))[0] for n in (a, b)
-    )
+    left, right = (np.linalg.qr(rng.standard_normal((num_runs, n, len(values))))[0] for n in (a, b))
     layers = (left * values) @ right.transpose(0, 2, 1)
     update = jax.jit(jax.vmap(compressors[0].update, in_axes=(0, 0, 0, None)))
     errors = {}
@@ -414,9 +390,7 @@ def test_replicas_get_one_mean(name):
     else:
         want = [sent(compressor, x)[0] for x in xs]
         np.testing.assert_array_equal(own, want)
-        np.testing.assert_allclose(
-            means[0], np.mean(want, axis=0), rtol=1e-6, atol=1e-6
-        )
+        np.testing.assert_allclose(means[0], np.mean(want, axis=0), rtol=1e-6, atol=1e-6)
 
 
 def test_bytes_between_replicas():

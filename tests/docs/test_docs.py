@@ -59,19 +59,13 @@ QUICK = ("-m jpipe.draw", "--help")
 
 def by_page(per_page, *, of=PAGES):
     """`(page, item)` as parameters for pytest, with readable names."""
-    return [
-        pytest.param(page, item, id=f"{pages.name(page)}: {text}")
-        for page in of
-        for item, text in per_page(page)
-    ]
+    return [pytest.param(page, item, id=f"{pages.name(page)}: {text}") for page in of for item, text in per_page(page)]
 
 
 def commands(wanted):
     return by_page(
         lambda page: [
-            (command, command.text)
-            for command in pages.commands(page)
-            if not command.mark and wanted(command.text)
+            (command, command.text) for command in pages.commands(page) if not command.mark and wanted(command.text)
         ]
     )
 
@@ -92,11 +86,7 @@ def marks_of_page(page):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=marks_of_page(page), id=pages.name(page))
-        for page in PAGES
-        if pages.has_program(page)
-    ],
+    [pytest.param(page, marks=marks_of_page(page), id=pages.name(page)) for page in PAGES if pages.has_program(page)],
 )
 def test_the_programs_of_a_page_run(page, tmp_path):
     result = pages.run_apart(page, tmp_path)
@@ -132,9 +122,7 @@ def run_command(page, command, folder):
         assert result.stdout == command.printed
 
 
-@pytest.mark.parametrize(
-    "page, command", commands(lambda text: is_python(text) and is_quick(text))
-)
+@pytest.mark.parametrize("page, command", commands(lambda text: is_python(text) and is_quick(text)))
 @pytest.mark.sampled(2)
 def test_quick_commands_run(page, command, tmp_path):
     run_command(page, command, tmp_path)
@@ -143,21 +131,13 @@ def test_quick_commands_run(page, command, tmp_path):
 @pytest.mark.slow  # minutes each
 @pytest.mark.parametrize(
     "page, command",
-    commands(
-        lambda text: (
-            is_python(text)
-            and not is_quick(text)
-            and not any(word in text for word in TOO_LONG)
-        )
-    ),
+    commands(lambda text: is_python(text) and not is_quick(text) and not any(word in text for word in TOO_LONG)),
 )
 def test_slow_commands_run(page, command, tmp_path):
     run_command(page, command, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "page, command", commands(lambda text: text.startswith("python train/train.py"))
-)
+@pytest.mark.parametrize("page, command", commands(lambda text: text.startswith("python train/train.py")))
 def test_training_commands_are_understood(page, command, tmp_path, monkeypatch):
     workspace(page, tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -166,9 +146,7 @@ def test_training_commands_are_understood(page, command, tmp_path, monkeypatch):
         flags.parse(words, TrainConfig)
 
 
-@pytest.mark.parametrize(
-    "page, command", commands(lambda text: text.startswith("make "))
-)
+@pytest.mark.parametrize("page, command", commands(lambda text: text.startswith("make ")))
 def test_make_targets_exist(page, command):
     target = command.text.split()[1]
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.M)
@@ -182,9 +160,7 @@ def test_extras_exist(page, command):
     assert not re.search(r"install (-U )?jpipe\b(?!-)", command.text)
 
 
-@pytest.mark.parametrize(
-    "page, command", commands(lambda text: not is_python(text)), ids=str
-)
+@pytest.mark.parametrize("page, command", commands(lambda text: not is_python(text)), ids=str)
 def test_no_other_command_is_printed(page, command):
     # A new kind of command needs a way to be tried.
     assert command.text.startswith(("make ", "cat ", "tensorboard ", *SET_UP))
@@ -227,9 +203,7 @@ def test_every_page_is_in_the_navigation():
     listed = {
         entry
         for page in DOCS.glob("**/*.md")
-        for block in re.findall(
-            r"^```\{toctree\}\n(.*?)^```", page.read_text(), flags=re.M | re.S
-        )
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), flags=re.M | re.S)
         for entry in block.split("\n")
         if entry and not entry.startswith(":")
     }
@@ -285,27 +259,19 @@ def in_flight():
 
 def tied():
     shared, other = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2))
-    pipe = small_pipeline(
-        layers=[shared, other, shared], schedule=jpipe.schedules.pipemare(2, 4)
-    )
+    pipe = small_pipeline(layers=[shared, other, shared], schedule=jpipe.schedules.pipemare(2, 4))
     start(pipe, small_batch(8))
 
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 MESSAGES = {
     "needs 8 devices, got 4": too_few_devices,
-    "cannot be cut into 4 equal microbatches": lambda: start(
-        small_pipeline(), small_batch(10)
-    ),
-    "layer 0 (Linear) cannot take": lambda: start(
-        small_pipeline(), small_batch(8, dim=5)
-    ),
+    "cannot be cut into 4 equal microbatches": lambda: start(small_pipeline(), small_batch(10)),
+    "layer 0 (Linear) cannot take": lambda: start(small_pipeline(), small_batch(8, dim=5)),
     "was donated to an earlier": donated,
     "was made for microbatches of": another_shape,
     "has microbatches in flight": in_flight,
-    "lets the update of one layer depend on others": lambda: start(
-        small_pipeline(optimizer=CLIPPED), small_batch(8)
-    ),
+    "lets the update of one layer depend on others": lambda: start(small_pipeline(optimizer=CLIPPED), small_batch(8)),
     "share weights but lie on stages": tied,
     "must return a floating-point scalar": lambda: start(
         small_pipeline(loss=lambda outputs, batch: outputs), small_batch(8)

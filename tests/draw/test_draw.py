@@ -15,9 +15,7 @@ from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
 
 ROOT = pathlib.Path(__file__).parents[2]
-PIPEMARE = Schedule.from_text(
-    "0@0 1@1\nF0@-3,B-3@-3,U-2 F-1@-2,B-2@-2,U-1\n", name="pipemare"
-)
+PIPEMARE = Schedule.from_text("0@0 1@1\nF0@-3,B-3@-3,U-2 F-1@-2,B-2@-2,U-1\n", name="pipemare")
 
 
 # -- Text -----------------------------------------------------------------------------
@@ -26,9 +24,7 @@ PIPEMARE = Schedule.from_text(
 def test_facts_without_the_table_of_many_stages_are_ranges():
     table = schedules.emulated(schedules.pipemare(20, 2))
     lines = draw.text(table, table=False).splitlines()
-    assert lines[0] == (
-        "pipemare, emulated: 20 stages, 1 device, 2 microbatches, 78 ticks"
-    )
+    assert lines[0] == ("pipemare, emulated: 20 stages, 1 device, 2 microbatches, 78 ticks")
     assert "forward delay      0 to 10" in lines
     assert "stage              0 to 19" in lines
     assert len(lines) < 12
@@ -99,9 +95,7 @@ def test_stages_are_in_order_and_name_their_device():
 
 def test_counts_of_one():
     schedule = schedules.forward_only(1, 1)
-    assert draw.text(schedule).startswith(
-        "forward_only: 1 stage, 1 device, 1 microbatch, 1 tick\n"
-    )
+    assert draw.text(schedule).startswith("forward_only: 1 stage, 1 device, 1 microbatch, 1 tick\n")
 
 
 def test_a_narrow_picture_goes_on_below():
@@ -110,9 +104,7 @@ def test_a_narrow_picture_goes_on_below():
     assert max(map(len, narrow.splitlines())) <= max(40, len(narrow.split("\n")[0]))
     assert narrow.count("\ns0 ") == 3
     cells = re.compile(r"^s2 +(.*)$", re.MULTILINE)
-    assert " ".join(cells.findall(narrow)).split() == (
-        cells.findall(draw.text(schedule))[0].split()
-    )
+    assert " ".join(cells.findall(narrow)).split() == (cells.findall(draw.text(schedule))[0].split())
     assert draw.text(schedule, width=1).count("\ns0 ") == schedule.num_ticks
 
 
@@ -143,9 +135,7 @@ def boxes(schedule) -> dict[str, list[tuple[float, float, float]]]:
             continue  # the background
         kind = tuple(np.round(np.array(patch.get_facecolor()) * 255).astype(int)[:3])
         row = patch.get_y() + patch.get_height() / 2
-        found.setdefault(kind, []).append(
-            (patch.get_x(), round(row), round(patch.get_width(), 3))
-        )
+        found.setdefault(kind, []).append((patch.get_x(), round(row), round(patch.get_width(), 3)))
     return found
 
 
@@ -197,9 +187,7 @@ def test_all_figures_have_one_width_and_one_scale():
         low, high = axes.get_xlim()
         panel = axes.get_position().width * figure.get_size_inches()[0]
         share = schedule.num_stages / schedule.num_devices
-        inches.add(
-            (round(panel / (high - low) * share, 9), figure.get_size_inches()[0])
-        )
+        inches.add((round(panel / (high - low) * share, 9), figure.get_size_inches()[0]))
     assert len(inches) == 1
 
 
@@ -266,9 +254,7 @@ def test_an_svg_has_a_title(tmp_path):
     assert title in (tmp_path / "pipe.svg").read_text()
 
 
-@pytest.mark.parametrize(
-    ("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")]
-)
+@pytest.mark.parametrize(("suffix", "magic"), [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF")])
 def test_a_file_is_the_same_every_time(tmp_path, suffix, magic):
     pytest.importorskip("matplotlib")
     first, second = tmp_path / f"first.{suffix}", tmp_path / f"second.{suffix}"
@@ -279,9 +265,7 @@ def test_a_file_is_the_same_every_time(tmp_path, suffix, magic):
 
 
 def test_a_suffix_that_cannot_be_drawn(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"suffix '\.gif' is none of \.pdf, \.png, \.svg"
-    ):
+    with pytest.raises(ValueError, match=r"suffix '\.gif' is none of \.pdf, \.png, \.svg"):
         draw.save(schedules.gpipe(2, 2), tmp_path / "pipe.gif")
 
 
@@ -296,13 +280,9 @@ def test_text_is_the_default(capsys):
 def test_options(capsys):
     counts = ["--stages", "2", "--microbatches", "4"]
     draw.main(["one_f_one_b", *counts, "--option", "ticks=unit"])
-    assert capsys.readouterr().out == draw.text(
-        schedules.one_f_one_b(2, 4, ticks="unit")
-    )
+    assert capsys.readouterr().out == draw.text(schedules.one_f_one_b(2, 4, ticks="unit"))
     draw.main(["forward_only", *counts, "--option", "device=[0,0]"])
-    assert capsys.readouterr().out == draw.text(
-        schedules.forward_only(2, 4, device=[0, 0])
-    )
+    assert capsys.readouterr().out == draw.text(schedules.forward_only(2, 4, device=[0, 0]))
 
 
 def test_json_is_one_object(capsys):
@@ -428,9 +408,7 @@ def test_a_trace_has_every_operation_of_a_device_one_after_the_other(schedule):
     slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
     operations = schedule.num_microbatches * schedule.num_stages * 2
     assert len(slices) == operations
-    assert {e["name"] for e in slices} == {
-        f"{kind}{m}" for kind in "FB" for m in range(schedule.num_microbatches)
-    }
+    assert {e["name"] for e in slices} == {f"{kind}{m}" for kind in "FB" for m in range(schedule.num_microbatches)}
     assert min(e["ts"] for e in slices) == 0
     for d in range(schedule.num_devices):
         mine = sorted((e["ts"], e["dur"]) for e in slices if e["tid"] == d)

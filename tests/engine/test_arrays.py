@@ -23,9 +23,7 @@ def test_every_array_is_in_one_record():
 
 def test_an_operation_cannot_read_a_stale_copy_of_what_it_writes():
     written, read = arrays().split(["input_stash"])
-    message = (
-        "ReadOnly does not hold `input_stash`, only gradients, op_count.*from `written`"
-    )
+    message = "ReadOnly does not hold `input_stash`, only gradients, op_count.*from `written`"
     with pytest.raises(AttributeError, match=message):
         _ = read.input_stash
     with pytest.raises(AttributeError, match="Written does not hold `gradients`"):

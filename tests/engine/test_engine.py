@@ -30,10 +30,7 @@ def of_trunk(schedule):
 
 def trunk_batch(size, seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        k: rng.normal(size=(size, WIDTH)).astype(np.float32)
-        for k in ("inputs", "targets")
-    }
+    return {k: rng.normal(size=(size, WIDTH)).astype(np.float32) for k in ("inputs", "targets")}
 
 
 def num_bytes(tree):
@@ -50,9 +47,7 @@ def trained(request):
             optimizer=optax.sgd(0.1, momentum=0.9),
             boundaries=[1, 5],
         )
-        pipe = jpipe.Pipeline(
-            layers, schedule=schedule_named("one_f_one_b/unit", 3, 3), **options
-        )
+        pipe = jpipe.Pipeline(layers, schedule=schedule_named("one_f_one_b/unit", 3, 3), **options)
     else:
         num_stages = 1 if request.param == "one stage" else 2
         pipe, batch = (
@@ -76,17 +71,12 @@ def test_state_is_donated(trained):
     assert all(a.is_deleted() for old in states for a in jax.tree.leaves(old))
     assert not any(a.is_deleted() for a in jax.tree.leaves(state))
     memory = pipe.compile(batch).memory_analysis()
-    assert memory.alias_size_in_bytes >= 0.99 * num_bytes(state) / len(
-        pipe.mesh.devices
-    )
+    assert memory.alias_size_in_bytes >= 0.99 * num_bytes(state) / len(pipe.mesh.devices)
 
 
 def test_the_kind_of_state_stays(trained):
     _, _, states, state = trained
-    kinds = [
-        jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), s)
-        for s in (*states, state)
-    ]
+    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), s) for s in (*states, state)]
     assert kinds[0] == kinds[1] == kinds[2]
 
 
@@ -150,13 +140,7 @@ def bytes_beside_the_batch(name, num_microbatches):
     options = dict(loss=squares, optimizer=optax.sgd(0.1), boundaries=[2])
     pipe = jpipe.Pipeline(layers, schedule=schedule, **options)
     memory = pipe.memory({"inputs": array, "targets": array})
-    return (
-        memory.weights
-        + memory.optimizer
-        + memory.gradients
-        + memory.activations
-        + memory.temporaries
-    )
+    return memory.weights + memory.optimizer + memory.gradients + memory.activations + memory.temporaries
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "one_f_one_b/unit"])
@@ -192,16 +176,11 @@ def overflow_on_the_first_stage(batch):
     batch["inputs"][:], batch["targets"][:] = 3e38, 1e4
 
 
-@pytest.mark.parametrize(
-    "poison", [a_row_that_is_not_a_number, overflow_on_the_first_stage]
-)
+@pytest.mark.parametrize("poison", [a_row_that_is_not_a_number, overflow_on_the_first_stage])
 def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, poison):
     good, bad = trunk_batch(8), trunk_batch(8)
     poison(bad)
-    params = [
-        {"kernel": np.eye(WIDTH, dtype=np.float32), "bias": np.ones(WIDTH, np.float32)}
-        for _ in TRUNK
-    ]
+    params = [{"kernel": np.eye(WIDTH, dtype=np.float32), "bias": np.ones(WIDTH, np.float32)} for _ in TRUNK]
     params[0]["kernel"] = np.zeros_like(params[0]["kernel"])
 
     state = of_two.init(jax.random.key(0), good, params=params)
@@ -212,9 +191,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, po
     jax.tree.map(np.testing.assert_array_equal, weights_and_optimizer(state), before)
 
     state, metrics = of_two.step(state, good)  # as if nothing had been
-    want, want_metrics = of_two.step(
-        of_two.init(jax.random.key(0), good, params=params), good
-    )
+    want, want_metrics = of_two.step(of_two.init(jax.random.key(0), good, params=params), good)
     np.testing.assert_array_equal(metrics["skipped_updates"], [0, 0])
     np.testing.assert_array_equal(metrics["loss"], want_metrics["loss"])
     jax.tree.map(
@@ -223,9 +200,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, po
         weights_and_optimizer(want),
     )
     with pytest.raises(AssertionError):  # and it does learn
-        jax.tree.map(
-            np.testing.assert_array_equal, weights_and_optimizer(state), before
-        )
+        jax.tree.map(np.testing.assert_array_equal, weights_and_optimizer(state), before)
 
 
 # -- The table is an argument ---------------------------------------------------------
@@ -249,9 +224,7 @@ def test_no_program_grows_with_the_table(name):
             program.lower(),
             program._flush.lower(state, rows),
             program.prediction.compiled_predict.lower(state, batch, forward),
-            program.prediction.compiled_evaluate.lower(
-                state, batch["inputs"], batch, None, forward
-            ),
+            program.prediction.compiled_evaluate.lower(state, batch["inputs"], batch, None, forward),
         ]
         sizes.append([len(one.as_text()) for one in lowered])
     small, large = np.array(sizes)

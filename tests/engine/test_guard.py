@@ -102,7 +102,9 @@ def assert_same_results(results):
 
 
 def trained(monkeypatch, platform, layers, table, batches, **options):
-    """A pipeline as on a platform, run on CPU devices, its state after a step with each batch and a flush, and the losses."""
+    """A pipeline as on a platform, run on CPU devices, its state after a step with each batch and a flush, and the
+    losses.
+    """
     use_target(monkeypatch, platform)
     options = {"mesh": jpipe.make_mesh(stage=table.num_devices), **options}
     overlap = platform == "gpu"
@@ -146,12 +148,8 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
     assert_same_results(results)
 
 
-@pytest.mark.parametrize(
-    "recompute", ["none", pytest.param("full", marks=pytest.mark.exhaustive)]
-)
-def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
-    recompute, monkeypatch
-):
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.exhaustive)])
+def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(recompute, monkeypatch):
     """A forward and its backward in one tick have no branch. With recomputation they have."""
     table, results = schedule_named("one_f_one_b/paired", 1, 4), []
     batches = random_batches(16)
@@ -212,16 +210,10 @@ class Normed(nnx.Module):
 )
 def test_statistics_of_unlike_stages(name, monkeypatch):
     """Layers of all stages, and a layer that one of two stages of a program has, add to their statistics."""
-    layers = [
-        functools.partial(Normed, *sizes)
-        for sizes in ((3, 5), (5, 5), (5, 5), (5, 5), (5, 3))
-    ]
+    layers = [functools.partial(Normed, *sizes) for sizes in ((3, 5), (5, 5), (5, 5), (5, 5), (5, 3))]
     table, results = schedule_named(name, 4, 4), []
     rng = np.random.default_rng(0)
-    batch = {
-        name: rng.standard_normal((64, 3)).astype("float32")
-        for name in ("inputs", "targets")
-    }
+    batch = {name: rng.standard_normal((64, 3)).astype("float32") for name in ("inputs", "targets")}
     for platform in PLATFORMS:
         pipe, state, _ = trained(
             monkeypatch,
@@ -296,9 +288,7 @@ def test_the_facts_of_a_platform():
 
 
 def pipeline(**options):
-    return jpipe.Pipeline(
-        LAYERS, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=gpipe(2, 2), **options
-    )
+    return jpipe.Pipeline(LAYERS, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=gpipe(2, 2), **options)
 
 
 def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
@@ -324,7 +314,5 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
 
 @pytest.mark.parametrize("options", ["--xla", {"a": None}, {1: True}])
 def test_options_of_xla_must_be_a_dict(options):
-    with pytest.raises(
-        ValueError, match="`compiler_options` must be a dict of options"
-    ):
+    with pytest.raises(ValueError, match="`compiler_options` must be a dict of options"):
         pipeline(compiler_options=options)

@@ -104,10 +104,7 @@ def test_arrays_of_a_group_may_be_in_host_memory():
     name = max(group.shapes, key=lambda name: group.shapes[name].size)
     moved = dataclasses.replace(group, on_host=frozenset([name]))
     layout = dataclasses.replace(layout, groups={**layout.groups, group.name: moved})
-    kinds = {
-        key: a.sharding.memory_kind
-        for key, a in layout.global_shapes([group.name])[group.name].items()
-    }
+    kinds = {key: a.sharding.memory_kind for key, a in layout.global_shapes([group.name])[group.name].items()}
     assert {key for key, kind in kinds.items() if kind == "pinned_host"} == {name}
     on_host = moved.num_bytes("cpu", "pinned_host")
     assert on_host == group.shapes[name].size * group.shapes[name].dtype.itemsize

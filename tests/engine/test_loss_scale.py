@@ -23,9 +23,7 @@ def loss_fn(outputs, batch):
 
 def batch_of(weight=1.0, size=8):
     rng = np.random.default_rng(0)
-    batch = {
-        k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")
-    }
+    batch = {k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")}
     return {**batch, "weight": np.full(size, weight, np.float32)}
 
 
@@ -53,9 +51,7 @@ def test_in_float32_a_power_of_two_changes_nothing(scale):
     assert_close(params, want, "float32")
     for got, wanted in zip(metrics, plain):
         np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=1e-6)
-        np.testing.assert_allclose(
-            got["gradient_norm"], wanted["gradient_norm"], rtol=1e-6
-        )
+        np.testing.assert_allclose(got["gradient_norm"], wanted["gradient_norm"], rtol=1e-6)
 
 
 def test_the_scale_grows_and_falls():
@@ -77,9 +73,7 @@ def test_float16_gradients_survive_with_a_scale():
     _, kept = trained(1, loss_scale=2.0**14, **options)
     _, true = trained(1, weight=2.0**-24)
     assert lost[0]["gradient_norm"] < 0.5 * true[0]["gradient_norm"]
-    np.testing.assert_allclose(
-        kept[0]["gradient_norm"], true[0]["gradient_norm"], rtol=0.01
-    )
+    np.testing.assert_allclose(kept[0]["gradient_norm"], true[0]["gradient_norm"], rtol=0.01)
 
 
 def test_a_scale_too_large_falls_until_it_fits():
@@ -109,9 +103,7 @@ def test_a_constant_scale_works_with_asynchronous_schedules():
         (lambda: pipeline(loss_scale="big"), "`loss_scale` must be a number, .*'big'"),
         (lambda: pipeline(loss_scale=-1), "must be above 0 and finite, got -1"),
         (
-            lambda: pipeline(
-                jpipe.schedules.pipemare(2, 2), loss_scale=jpipe.LossScale()
-            ),
+            lambda: pipeline(jpipe.schedules.pipemare(2, 2), loss_scale=jpipe.LossScale()),
             "that moves needs a synchronous schedule: in 'pipemare'.*loss_scale=32768",
         ),
     ],

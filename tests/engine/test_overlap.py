@@ -18,10 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float
 
 def batch(seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        name: rng.standard_normal((16, DIM)).astype(np.float32)
-        for name in ("inputs", "targets")
-    }
+    return {name: rng.standard_normal((16, DIM)).astype(np.float32) for name in ("inputs", "targets")}
 
 
 def make(schedule, **options):
@@ -91,9 +88,7 @@ def scheduled_tick(text):
 
     def sends(line):
         called = re.search(r"branch_computations=\{(.*?)\}", line)
-        return called is not None and any(
-            name.lstrip("%") in branches for name in called[1].split(", ")
-        )
+        return called is not None and any(name.lstrip("%") in branches for name in called[1].split(", "))
 
     (tick,) = (b for b in bodies.values() if any(map(sends, b.splitlines())))
     return tick.splitlines(), sends
@@ -109,8 +104,7 @@ def test_without_overlap_messages_travel_when_all_have_computed(name):
     computed = [
         i
         for i, line in enumerate(tick)
-        if " conditional(" in line
-        and re.search("/(forward|backward|weight_grad)/", line)
+        if " conditional(" in line and re.search("/(forward|backward|weight_grad)/", line)
     ]
     assert len(sent) > 1 and len(computed) >= 8
     assert max(computed) < min(sent)

@@ -80,9 +80,7 @@ def plain(params, state, x, microbatch, train):
         if not train:
             x = Norm(5).apply(variables, x, train=False)
             continue
-        x, new = Norm(5).apply(
-            variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key}
-        )
+        x, new = Norm(5).apply(variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key})
         statistics.append(new)
     x = x @ params[3]["w"]
     return x @ params[4]["kernel"] + params[4]["bias"][None], statistics
@@ -114,9 +112,7 @@ def test_linen_and_pairs_equal_their_libraries(S, N):
         state, metrics = pipe.step(state, batch)
         assert_close(metrics["loss"], np.asarray(value), "float32")
     want = jax.tree.map(np.asarray, (params, running))
-    assert_close(
-        (pipe.get_params(state), pipe.get_mutable_state(state)), want, "float32"
-    )
+    assert_close((pipe.get_params(state), pipe.get_mutable_state(state)), want, "float32")
     y, _ = plain(params, running, batch["inputs"], 0, False)
     assert_close(pipe.predict(state, batch), np.asarray(y), "float32")
 
@@ -148,9 +144,7 @@ def test_state_can_be_given_and_adopted():
     adopted, _ = other.step(other.adopt(state), batch)
     state, _ = pipe.step(state, batch)
     assert_close(other.get_params(adopted), pipe.get_params(state), "float32")
-    assert_close(
-        other.get_mutable_state(adopted), pipe.get_mutable_state(state), "float32"
-    )
+    assert_close(other.get_mutable_state(adopted), pipe.get_mutable_state(state), "float32")
 
 
 @pytest.mark.exhaustive
@@ -166,9 +160,7 @@ def test_statistics_that_are_not_finite_move_nothing():
     jax.tree.map(np.testing.assert_array_equal, after, before)
     state, metrics = pipe.step(state, batch)  # and what was bad is forgotten
     assert metrics["skipped_updates"].tolist() == [0, 0]
-    assert all(
-        np.isfinite(a).all() for a in jax.tree.leaves(pipe.get_mutable_state(state))
-    )
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(pipe.get_mutable_state(state)))
 
 
 class Counter(nnx.Module):
@@ -221,9 +213,7 @@ class Scales(nnx.Module):
 def test_arrays_in_a_dict_are_state():
     layers = as_layers([Scales, Scales(rngs=nnx.Rngs(0))])
     for layer in layers:
-        assert layer.state == {
-            "scales": {"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}
-        }
+        assert layer.state == {"scales": {"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}}
 
 
 def test_other_state_moves_in_every_microbatch():
@@ -232,9 +222,7 @@ def test_other_state_moves_in_every_microbatch():
     state = pipe.init(KEY, batch)
     kernel = pipe.get_params(state)[0]["kernel"]
     state, _ = pipe.step(state, batch)
-    np.testing.assert_allclose(
-        pipe.get_mutable_state(state)[0]["last"], kernel @ kernel @ np.ones(2)
-    )
+    np.testing.assert_allclose(pipe.get_mutable_state(state)[0]["last"], kernel @ kernel @ np.ones(2))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
@@ -243,9 +231,7 @@ def test_integer_state_counts_microbatches(schedule, data):
     """As a plain loop over the microbatches does, also if it counts what it sees."""
     table = getattr(jpipe.schedules, schedule)(2, 4)
     layer = functools.partial(Counter, data)
-    pipe = jpipe.Pipeline(
-        [layer, layer], loss=loss_fn, optimizer=optax.sgd(0.1), schedule=table
-    )
+    pipe = jpipe.Pipeline([layer, layer], loss=loss_fn, optimizer=optax.sgd(0.1), schedule=table)
     x = np.arange(16, dtype=np.float32).reshape(8, 2)
     batch = {"inputs": x, "targets": x}
     state = pipe.init(KEY, batch)
@@ -301,13 +287,9 @@ def test_wrong_layers(name):
 
 
 def test_wrong_adapters():
-    with pytest.raises(
-        ValueError, match="`apply` of `jpipe.InitApply` must be a function"
-    ):
+    with pytest.raises(ValueError, match="`apply` of `jpipe.InitApply` must be a function"):
         jpipe.InitApply(init, 3)
-    with pytest.raises(
-        ValueError, match="`jpipe.Linen` takes a Flax Linen module, got"
-    ):
+    with pytest.raises(ValueError, match="`jpipe.Linen` takes a Flax Linen module, got"):
         jpipe.Linen(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
 
@@ -392,9 +374,7 @@ class Callable:
         return x @ self.weight
 
 
-jax.tree_util.register_pytree_node(
-    Callable, lambda c: ((c.weight,), None), lambda _, leaves: Callable(*leaves)
-)
+jax.tree_util.register_pytree_node(Callable, lambda c: ((c.weight,), None), lambda _, leaves: Callable(*leaves))
 
 
 class Transformed(NamedTuple):
@@ -452,9 +432,7 @@ class Tuple(nnx.Module):
 @pytest.mark.parametrize("after", [nn.Dense(2), lambda x: jnp.tanh(x)])
 def test_a_tuple_where_an_array_is_expected(after):
     batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
-    message = (
-        r"layer 0 \(Tuple\) returned a tuple of 1 array \(float32\[2, 2\]\); layer 1 "
-    )
+    message = r"layer 0 \(Tuple\) returned a tuple of 1 array \(float32\[2, 2\]\); layer 1 "
     with pytest.raises(ValueError, match=message) as error:
         pipeline(1, 2, [Tuple, after]).init(KEY, batch)
     assert "jpipe.Linen" not in str(error.value)

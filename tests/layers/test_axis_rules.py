@@ -59,10 +59,7 @@ def test_flax_reads_the_same_rules():
     rng = np.random.default_rng(0)
     names, axes = ["a", "b", "c"], ["fsdp", "model", None, ("fsdp", "model")]
     for _ in range(200):
-        rules = tuple(
-            (names[rng.integers(3)], axes[rng.integers(4)])
-            for _ in range(rng.integers(1, 6))
-        )
+        rules = tuple((names[rng.integers(3)], axes[rng.integers(4)]) for _ in range(rng.integers(1, 6)))
         order = tuple(rng.permutation(names)[: rng.integers(1, 4)].tolist())
         ours = axes_of_dims(order, (8,) * len(order), SIZES, rules)
         flax = linen.logical_to_mesh_axes(order, rules_for(SIZES, rules))
@@ -91,12 +88,8 @@ class Named(nnx.Module):
     def __init__(self, *, rngs, hidden=8, **rules):
         normal = nnx.initializers.normal(0.5)
         split = nnx.with_partitioning
-        self.up = nnx.Linear(
-            4, hidden, kernel_init=split(normal, ("embed", "mlp"), **rules), rngs=rngs
-        )
-        self.down = nnx.Linear(
-            hidden, 4, kernel_init=split(normal, ("mlp", "embed"), **rules), rngs=rngs
-        )
+        self.up = nnx.Linear(4, hidden, kernel_init=split(normal, ("embed", "mlp"), **rules), rngs=rngs)
+        self.down = nnx.Linear(hidden, 4, kernel_init=split(normal, ("mlp", "embed"), **rules), rngs=rngs)
 
     def __call__(self, x):
         return x + self.down(jnp.tanh(self.up(x)))
@@ -119,11 +112,7 @@ def pipeline(layers, mesh=None, **options):
 def specs(pipe):
     """Shape of a matrix -> how it is split."""
     state = pipe.init(jax.random.key(0), BATCH)
-    return {
-        a.shape[-2:]: (*a.sharding.spec[2:], None, None)[:2]
-        for a in state.parameters.values()
-        if a.ndim == 4
-    }
+    return {a.shape[-2:]: (*a.sharding.spec[2:], None, None)[:2] for a in state.parameters.values() if a.ndim == 4}
 
 
 @pytest.mark.exhaustive
@@ -163,9 +152,7 @@ def test_rules_of_a_parameter_come_first():
 
         @linen.compact
         def __call__(self, x):
-            init = linen.with_logical_partitioning(
-                linen.initializers.normal(0.5), ("embed", "mlp"), rules=self.rules
-            )
+            init = linen.with_logical_partitioning(linen.initializers.normal(0.5), ("embed", "mlp"), rules=self.rules)
             return linen.Dense(8, kernel_init=init)(x)[..., :4]
 
     assert specs(pipeline([Dense()] * 2, mesh)) == {(4, 8): ("fsdp", "model")}

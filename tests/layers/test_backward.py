@@ -59,15 +59,9 @@ def constant_of_parameters(p, x, _):
 
 LAYERS = {
     "mlp": lambda: of_module(functools.partial(Hidden, 6, 4), normal(3, 6)),
-    "transformer": lambda: of_module(
-        functools.partial(Block, 8, 2, 4), normal(2, 5, 8)
-    ),
-    "resnet": lambda: of_module(
-        functools.partial(BasicBlock, 4, 8, 2, 4), normal(2, 6, 6, 4)
-    ),
-    "embedding": lambda: of_module(
-        functools.partial(Embedding, 7, 5, 4), np.array([[1, 2, 2, 0, 6]], np.int32)
-    ),
+    "transformer": lambda: of_module(functools.partial(Block, 8, 2, 4), normal(2, 5, 8)),
+    "resnet": lambda: of_module(functools.partial(BasicBlock, 4, 8, 2, 4), normal(2, 6, 6, 4)),
+    "embedding": lambda: of_module(functools.partial(Embedding, 7, 5, 4), np.array([[1, 2, 2, 0, 6]], np.int32)),
     "two dots": lambda: (
         two_dots,
         {"a": normal(4, 4), "b": normal(4, 4, seed=1)},
@@ -132,10 +126,7 @@ def answers(name):
     @jax.jit
     def gradients(parameters, values, given):
         given = iter(given)
-        all_ = [
-            next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-            for y in outputs
-        ]
+        all_ = [next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
         return jax.vjp(of_inexact, parameters, values)[1](all_)
 
     of_parameters, of_inputs = gradients(parameters, values, given)
@@ -151,9 +142,7 @@ def answers(name):
 
 def assert_equal(got, want):
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(
-            a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30)
-        )
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30))
 
 
 def shapes(arrays):
@@ -168,9 +157,7 @@ def test_forward(name, policy):
     assert_equal(jax.jit(kind.forward)(parameters, inputs)[0], outputs)
     kept, stash, _ = jax.jit(kind.forward_and_stash)(parameters, inputs)
     assert_equal(kept, outputs)
-    assert shapes(kind.outputs) == shapes(outputs) and shapes(kind.stash) == shapes(
-        stash
-    )
+    assert shapes(kind.outputs) == shapes(outputs) and shapes(kind.stash) == shapes(stash)
 
 
 @every_layer
@@ -224,9 +211,7 @@ def test_without_input_gradients_less_is_kept():
 def test_no_work_is_done_twice(make, shape, policy):
     """Compiled input gradient and weight gradient cost what the compiled whole costs."""
     function, parameters, x = of_module(make, normal(*shape))
-    kind = trace_layer(
-        function, abstract(parameters), abstract(x), policy=POLICIES[policy]
-    )
+    kind = trace_layer(function, abstract(parameters), abstract(x), policy=POLICIES[policy])
 
     def flops(function, *avals):
         return jax.jit(function).lower(*avals).compile().cost_analysis()["flops"]
@@ -234,9 +219,7 @@ def test_no_work_is_done_twice(make, shape, policy):
     avals = list(kind.parameters), list(kind.stash)
     gradients = [y for y in kind.outputs if is_inexact(y)]
     whole = flops(kind.backward, *avals, gradients)
-    halves = flops(kind.input_grad, *avals, gradients) + flops(
-        kind.weight_grad, *avals, list(kind.split_residuals)
-    )
+    halves = flops(kind.input_grad, *avals, gradients) + flops(kind.weight_grad, *avals, list(kind.split_residuals))
     np.testing.assert_allclose(halves, whole, rtol=0.01)
 
 
@@ -256,9 +239,7 @@ def test_residuals_of_parameters_alone_are_rebuilt_from_the_weights_given():
     for backward in (kind.backward, lambda *args: halves(kind, *args)):
         (of_p,), (of_x,) = backward([other], stash, [gy])
         np.testing.assert_allclose(of_x, gy @ np.log1p(np.exp(other)).T, rtol=1e-5)
-        np.testing.assert_allclose(
-            of_p, x.T @ gy / (1 + np.exp(-other)), rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(of_p, x.T @ gy / (1 + np.exp(-other)), rtol=1e-5, atol=1e-6)
 
 
 def halves(kind, parameters, stash, output_grads):
@@ -276,23 +257,17 @@ def test_each_variable_is_stashed_once():
 
 
 def test_what_each_half_of_a_linear_layer_reads():
-    kind = trace_layer(
-        lambda p, x, _: jnp.tanh(x @ p), abstract(normal(4, 3)), abstract(normal(2, 4))
-    )
+    kind = trace_layer(lambda p, x, _: jnp.tanh(x @ p), abstract(normal(4, 3)), abstract(normal(2, 4)))
     shape_of = lambda which: sorted(kind.stash[i].shape for i in which)  # noqa: E731
     assert shape_of(kind.weight_stash) == [(2, 4)]  # x
     assert set(shape_of(kind.input_stash)) == {(2, 3)}  # of tanh
-    assert [c.shape for c in kind.split_residuals] == [
-        (2, 3)
-    ]  # the gradient behind tanh
+    assert [c.shape for c in kind.split_residuals] == [(2, 3)]  # the gradient behind tanh
 
 
 def test_an_embedding_has_an_empty_input_gradient():
     kind = traced("embedding")
     assert kind.input_stash == ()
-    of_inputs, split_residuals = kind.input_grad(
-        [None] * 2, [None] * len(kind.stash), [normal(1, 5, 4)]
-    )
+    of_inputs, split_residuals = kind.input_grad([None] * 2, [None] * len(kind.stash), [normal(1, 5, 4)])
     assert of_inputs == [] and len(split_residuals) == 1
 
 
@@ -307,9 +282,7 @@ def test_extra_inputs_are_not_differentiated():
     kind = trace_layer(loss, (), abstract(y), abstract(batch))
     value, stash, _ = kind.forward_and_stash([], [y], jax.tree.leaves(batch))
     difference = y - batch["targets"]
-    np.testing.assert_allclose(
-        value[0], np.mean(difference**2 * batch["weight"]), rtol=1e-6
-    )
+    np.testing.assert_allclose(value[0], np.mean(difference**2 * batch["weight"]), rtol=1e-6)
     ((), (of_y,)) = kind.backward([], stash, [np.float32(1)])
     np.testing.assert_allclose(of_y, 2 * difference * batch["weight"] / 6, rtol=1e-5)
 
@@ -319,9 +292,9 @@ def test_extra_inputs_are_not_differentiated():
 
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"transformer"}))
 def test_everything_saveable_stashes_what_no_policy_stashes(name):
-    assert sorted(
-        shapes(traced(name, policy="everything_saveable").stash), key=str
-    ) == sorted(shapes(traced(name).stash), key=str)
+    assert sorted(shapes(traced(name, policy="everything_saveable").stash), key=str) == sorted(
+        shapes(traced(name).stash), key=str
+    )
 
 
 @every_layer
@@ -352,9 +325,7 @@ def test_dots_are_stashed_by_hand():
     got = [a.shape for a in traced("transformer", policy="dots_saveable").stash]
     none_batched = traced("transformer", policy="dots_with_no_batch_dims_saveable")
     assert sorted(a.shape for a in none_batched.stash) == sorted([x, qkv, out, up])
-    assert len(got) == 6 and sorted(map(np.prod, got)) == sorted(
-        map(np.prod, [x, qkv, *batched, out, up])
-    )
+    assert len(got) == 6 and sorted(map(np.prod, got)) == sorted(map(np.prod, [x, qkv, *batched, out, up]))
 
 
 def named(p, x, _):
@@ -371,9 +342,7 @@ def named(p, x, _):
         (policies.save_only_these_names("product", "hidden"), [3, 5, 6]),
         (policies.save_any_names_but_these("product"), [3, 5]),
         (
-            policies.save_from_both_policies(
-                policies.save_only_these_names("hidden"), policies.dots_saveable
-            ),
+            policies.save_from_both_policies(policies.save_only_these_names("hidden"), policies.dots_saveable),
             [3, 5, 6],  # hidden is the exponential of a product
         ),
         (policies.nothing_saveable, [3]),
@@ -430,9 +399,7 @@ def test_parameters_alone_are_rebuilt_under_every_policy(policy):
     assert (5, 5) not in {a.shape for a in (*kind.stash, *kind.split_residuals)}
     _, stash, _ = kind.forward_and_stash([p], [x])
     whole = kind.backward([p + 1], stash, [gy])
-    assert_equal(
-        jax.tree.leaves(halves(kind, [p + 1], stash, [gy])), jax.tree.leaves(whole)
-    )
+    assert_equal(jax.tree.leaves(halves(kind, [p + 1], stash, [gy])), jax.tree.leaves(whole))
     if policy == "nothing_saveable":  # then nothing else of the old weights is left
         _, vjp = jax.vjp(lambda p, x: layer(p, x, ()), p + 1, x)
         assert_equal(jax.tree.leaves(whole), vjp(gy))
@@ -441,9 +408,7 @@ def test_parameters_alone_are_rebuilt_under_every_policy(policy):
 def test_a_checkpoint_inside_a_layer():
     """As `nnx.remat` makes it: its input gradient does not wait for its weight gradient."""
     function, p, x = LAYERS["two dots"]()
-    inside = trace_layer(
-        lambda p, x, _: jax.checkpoint(function)(p, x, ()), abstract(p), abstract(x)
-    )
+    inside = trace_layer(lambda p, x, _: jax.checkpoint(function)(p, x, ()), abstract(p), abstract(x))
     around = traced("two dots", policy="nothing_saveable")
     assert shapes(inside.stash) == shapes(around.stash) == [((3, 4), np.float32)]
     assert shapes(inside.split_residuals) == shapes(around.split_residuals)
@@ -494,9 +459,7 @@ def test_extra_inputs_and_aux_under_a_policy():
 )
 def test_offloading_is_refused(policy):
     p, x = {"a": normal(3, 5), "b": normal(5, 6)}, normal(2, 3)
-    with pytest.raises(
-        OffloadError, match=r"offloads float32\[2, 5\].*save_only_these"
-    ):
+    with pytest.raises(OffloadError, match=r"offloads float32\[2, 5\].*save_only_these"):
         trace_layer(named, abstract(p), abstract(x), policy=policy)
 
 
@@ -568,9 +531,7 @@ def loop(x, body):
 
 def choose(pred, *values):
     """A cond that passes its values through, or the doubles of them."""
-    return jax.lax.cond(
-        pred, lambda *v: v, lambda *v: tuple(jax.jit(jnp.add)(a, a) for a in v), *values
-    )
+    return jax.lax.cond(pred, lambda *v: v, lambda *v: tuple(jax.jit(jnp.add)(a, a) for a in v), *values)
 
 
 LARGE = np.arange(2000, dtype=np.float32)
@@ -599,14 +560,10 @@ EXPRESSIONS = {
 
 def test_different_expressions_have_different_numbers():
     numbers: dict = {}
-    found = [
-        numbers_of(lambda x, f=f: [f(x)], "x", numbers) for f in EXPRESSIONS.values()
-    ]
+    found = [numbers_of(lambda x, f=f: [f(x)], "x", numbers) for f in EXPRESSIONS.values()]
     assert len({n for (n,) in found}) == len(EXPRESSIONS)
     other = jax.ShapeDtypeStruct((4,), np.float32)
-    assert numbers_of(lambda x: [x], "x", numbers, other) != numbers_of(
-        lambda x: [x], "x", numbers
-    )
+    assert numbers_of(lambda x: [x], "x", numbers, other) != numbers_of(lambda x: [x], "x", numbers)
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)

@@ -79,9 +79,7 @@ def test_gradients(groups, stride, order):
 
 def test_in_a_loop_and_a_branch_of_a_layer():
     def convolve(x, kernel):
-        y = lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         return jnp.tanh(y)
 
     def function(x, kernel):
@@ -124,9 +122,7 @@ def test_products(window):
         kernel = rng.normal(size=[of_kernel[d] for d in names[1]]).astype("float32")
 
         def convolve(x, kernel, names=names):
-            return lax.conv_general_dilated(
-                x, kernel, (1, 1), "VALID", dimension_numbers=names
-            )
+            return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=names)
 
         (got,) = Equations.trace(lambda *a: [convolve(*a)], x, kernel)(x, kernel)
         np.testing.assert_allclose(got, convolve(x, kernel), rtol=1e-4, atol=1e-4)
@@ -136,9 +132,7 @@ def test_products(window):
 
 def test_gradients_of_a_product():
     def convolve(x, kernel):
-        return lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     x, kernel = arrays()
     before, after = check_gradients(convolve, x, kernel[:1, :1])
@@ -163,9 +157,7 @@ def test_not_a_product(options):
 
     def convolve(x, kernel):
         numbers = "NHWC", "HWIO", "NHWC"
-        return [
-            lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
-        ]
+        return [lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)]
 
     kernel = kernel[:1, :1]
     got = Equations.trace(convolve, x, kernel)(x, kernel)

@@ -76,9 +76,7 @@ def test_callbacks_run_once_per_forward(name):
     schedule, options, times = CASES[name]
     calls, batch = Calls(), batch_of()
     layers = [LINEAR, calls.layer("hidden"), LINEAR, calls.layer("outputs")]
-    pipe = jpipe.Pipeline(
-        layers, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=schedule, **options
-    )
+    pipe = jpipe.Pipeline(layers, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=schedule, **options)
     state = pipe.init(KEY, batch)
     first, _, second, _ = pipe.get_params(state)
     hidden = batch["inputs"] @ first["kernel"] + first["bias"]
@@ -148,9 +146,7 @@ def gradient_print(seen):
 def test_effects_of_the_backward_run_once_in_its_first_half(input_grads):
     seen: list = []
     identity = gradient_print(seen)
-    program = trace_layer(
-        lambda p, x, _: identity(x @ p), WEIGHTS, AVAL, input_grads=input_grads
-    )
+    program = trace_layer(lambda p, x, _: identity(x @ p), WEIGHTS, AVAL, input_grads=input_grads)
     _, stash, _ = program.forward_and_stash(*ONES)
     gradient = [jnp.full((2, D), 3.0)]
     _, split_residuals = program.input_grad(ONES[0], stash, gradient)
@@ -229,7 +225,5 @@ def test_the_layer_with_ordered_effects_is_named():
         optimizer=optax.sgd(0.1),
         schedule=jpipe.schedules.gpipe(2, N),
     )
-    with pytest.raises(
-        ValueError, match=r"layer 1 \(say\): it has ordered side effects"
-    ):
+    with pytest.raises(ValueError, match=r"layer 1 \(say\): it has ordered side effects"):
         pipe.init(KEY, batch_of())

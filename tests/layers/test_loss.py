@@ -84,14 +84,10 @@ def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recomput
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             state = pipe.init(KEY, batches[0], params=plain.params)
-        losses, gradients, params = oracles.train(
-            plain, plain.params, masked_mean, optimizer, batches
-        )
+        losses, gradients, params = oracles.train(plain, plain.params, masked_mean, optimizer, batches)
         for batch, loss, gradient in zip(batches, losses, gradients):
             weights = pipe.get_params(state)
-            _, accuracy = with_accuracy(masked_mean)(
-                plain(weights, batch["inputs"]), batch
-            )
+            _, accuracy = with_accuracy(masked_mean)(plain(weights, batch["inputs"]), batch)
             evaluated = pipe.evaluate(state, batch)
             state, metrics = pipe.step(state, batch)
             assert_close(metrics["loss"], np.asarray(loss), "float64")
@@ -105,7 +101,9 @@ def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recomput
 
 
 def delays(name, ticks, S, N):
-    """Updates between forward and gradient of a minibatch's microbatch j on stage s, and between backward and gradient."""
+    """Updates between forward and gradient of a minibatch's microbatch j on stage s, and between backward and
+    gradient.
+    """
 
     def delay(s, j):  # PipeMare, Table 1
         ahead = 2 * (S - 1 - s) + 1 if ticks == "paired" else S - 1 - s
@@ -192,9 +190,7 @@ def test_a_masked_mean_equals_the_table_walked_in_python(schedule):
     batches = batches_with_mask(3, 8, "float32")
     arguments = dict(loss=sum_and_weight, optimizer=optax.sgd(0.3), schedule=table)
     plain = oracles.PlainModel(MLP.layers, KEY)
-    reference = Reference(
-        MLP.layers, **arguments, boundaries=[2, 4], params=plain.params
-    )
+    reference = Reference(MLP.layers, **arguments, boundaries=[2, 4], params=plain.params)
     pipe = jpipe.Pipeline(MLP.layers, **arguments, boundaries=[2, 4])
     state = pipe.init(KEY, batches[0], params=plain.params)
     for batch in batches:
@@ -400,17 +396,13 @@ def plain_reporting(params, batch):
 def test_the_loss_sees_what_layers_report(schedule, S, N, options):
     table, options = schedule_named(schedule, S, N), dict(options)
     mesh = jpipe.make_mesh(stage=table.num_devices, data=options.pop("data", 1))
-    pipe = pipeline(
-        reporting_loss, table, [Balanced] * 4, has_aux=True, mesh=mesh, **options
-    )
+    pipe = pipeline(reporting_loss, table, [Balanced] * 4, has_aux=True, mesh=mesh, **options)
     batch = numbers(8)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         state = pipe.init(KEY, batch)
     params = pipe.get_params(state)
-    (loss, uneven), gradient = jax.value_and_grad(plain_reporting, has_aux=True)(
-        params, batch
-    )
+    (loss, uneven), gradient = jax.value_and_grad(plain_reporting, has_aux=True)(params, batch)
     state, metrics = pipe.step(state, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     np.testing.assert_allclose(metrics["aux"]["uneven"], uneven, rtol=1e-5)
@@ -419,9 +411,7 @@ def test_the_loss_sees_what_layers_report(schedule, S, N, options):
     outputs = pipe.predict(state, batch)
     assert outputs.shape == (8, 6)
     evaluated = pipe.evaluate(state, batch)
-    np.testing.assert_allclose(
-        evaluated["loss"], square(outputs, batch).mean(), rtol=1e-5
-    )
+    np.testing.assert_allclose(evaluated["loss"], square(outputs, batch).mean(), rtol=1e-5)
 
 
 def test_weights_are_reported_by_any_layer():

@@ -44,10 +44,7 @@ def loss_fn(outputs, batch):
 def batches(count, size, dtype=np.float64):
     rng = np.random.default_rng(0)
     names = ("inputs", "targets")
-    return [
-        {k: rng.normal(size=(size, DIM)).astype(dtype) for k in names}
-        for _ in range(count)
-    ]
+    return [{k: rng.normal(size=(size, DIM)).astype(dtype) for k in names} for _ in range(count)]
 
 
 # -- The oracle: formulas, no Flax, no pipeline
@@ -192,6 +189,4 @@ def test_statistics_that_are_not_finite_stay_and_nothing_else_does(schedule, S):
     assert (after[0]["outputs"] != before[0]["outputs"]).any()
     moved = zip(jax.tree.leaves(before[2]), jax.tree.leaves(after[2]), strict=True)
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in moved)
-    assert all(
-        np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(after)
-    )
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(after))

@@ -88,9 +88,7 @@ def test_casts_are_not_stashed(family):
     microbatch = jax.eval_shape(lambda: family.batches(1, 2)[0])
     layers = as_layers(family.layers)
     plain, cast = (
-        trace_layers(
-            layers, Loss.of(cross_entropy, False), microbatch, compute_dtype=dtype
-        )
+        trace_layers(layers, Loss.of(cross_entropy, False), microbatch, compute_dtype=dtype)
         for dtype in (None, jnp.bfloat16)
     )
     assert plain.kind_of_layer == cast.kind_of_layer
@@ -132,9 +130,7 @@ def test_equals_a_plain_loop_that_casts(family):
         schedule=jpipe.schedules.one_f_one_b(2, 4),
         compute_dtype=jnp.bfloat16,
     )
-    losses, _, params = oracles.train(
-        model, plain.params, cross_entropy, optax.sgd(0.1), batches
-    )
+    losses, _, params = oracles.train(model, plain.params, cross_entropy, optax.sgd(0.1), batches)
     state = pipe.init(KEY, batches[0], params=plain.params)
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)

@@ -209,9 +209,7 @@ def test_a_penalty_beside_a_masked_mean_is_the_plain_one(schedule, S, N, options
     )
     state = pipe.init(KEY, batch)
     params = pipe.get_params(state)
-    (loss, of_reported), gradient = jax.value_and_grad(plain, has_aux=True)(
-        params, batch
-    )
+    (loss, of_reported), gradient = jax.value_and_grad(plain, has_aux=True)(params, batch)
     plain_loss = pipe.plain_loss(state)
     np.testing.assert_allclose(plain_loss(params, batch), loss, rtol=1e-5)
     state, metrics = pipe.step(state, batch)

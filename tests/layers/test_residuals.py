@@ -134,9 +134,7 @@ def test_a_backward_on_the_weights_of_its_forward_normalises_again():
 
 def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
     rng = np.random.default_rng(0)
-    scale, kernel, x, gy = (
-        rng.normal(size=shape).astype("f4") for shape in [(8,), (8, 3), (2, 8), (2, 3)]
-    )
+    scale, kernel, x, gy = (rng.normal(size=shape).astype("f4") for shape in [(8,), (8, 3), (2, 8), (2, 3)])
     p = scale, kernel
     kind = trace_layer(layer_norm_and_product, p, x, rereads_weights=True)
     _, vjp = jax.vjp(lambda p, x: layer_norm_and_product(p, x, ()), p, x)

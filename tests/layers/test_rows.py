@@ -296,14 +296,10 @@ def test_a_reported_number_may_be_a_mean_over_rows():
         return outputs.mean() + reported["mean"]
 
     layers = [penalised, lambda x: x, penalised]
-    model = trace_layers(
-        as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)}
-    )
+    model = trace_layers(as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)})
     assert list(model.reported) == ["mean"] and row_mixing(model) == []
     layers[1] = lambda x: x - x.mean(0, keepdims=True)
-    model = trace_layers(
-        as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)}
-    )
+    model = trace_layers(as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)})
     (sentence,) = row_mixing(model)
     assert sentence.startswith("layer 1 ")
 

@@ -1,4 +1,6 @@
-"""Mutable state of layers: batch norms equal plain Flax on the whole minibatch, all else a plain loop over microbatches."""
+"""Mutable state of layers: batch norms equal plain Flax on the whole minibatch, all else a plain loop over
+microbatches.
+"""
 
 import flax.linen as nn
 import jax
@@ -180,21 +182,11 @@ def plain_nnx(make, params, before, steps, shift):
     values = {**flat(params), **flat(before)}
     nnx.update(
         module,
-        nnx.from_flat_state(
-            [
-                (path, v.replace(values[path]))
-                for path, v in nnx.to_flat_state(old)
-                if path in values
-            ]
-        ),
+        nnx.from_flat_state([(path, v.replace(values[path])) for path, v in nnx.to_flat_state(old) if path in values]),
     )
     for k in range(steps):
         module(batch_of(k, shift)["inputs"])
-    return {
-        path: v[...]
-        for path, v in nnx.to_flat_state(nnx.state(module))
-        if path in flat(before)
-    }
+    return {path: v[...] for path, v in nnx.to_flat_state(nnx.state(module)) if path in flat(before)}
 
 
 def plain_linen(module, params, before, steps, shift):
@@ -235,9 +227,7 @@ def test_running_statistics_are_those_of_the_whole_minibatch(name):
     want = plain(layer, params, before, 2, 0.0)
     assert want.keys() == flat(after).keys()
     for path, value in flat(after).items():
-        np.testing.assert_allclose(
-            value, want[path], rtol=2e-5, atol=1e-6, err_msg=str(path)
-        )
+        np.testing.assert_allclose(value, want[path], rtol=2e-5, atol=1e-6, err_msg=str(path))
 
 
 def test_a_stage_runs_again_if_only_its_running_statistics_have_moved():
@@ -391,9 +381,7 @@ def test_a_value_that_is_not_finite_changes_nothing():
 
     _, _, after = trained(Nan, steps=1)
     _, mask = batch_of(0)["inputs"]
-    np.testing.assert_array_equal(
-        after["ema"], sum(not m.any() for m in np.split(mask, N))
-    )
+    np.testing.assert_array_equal(after["ema"], sum(not m.any() for m in np.split(mask, N)))
 
 
 def test_constants_are_kept_once():
@@ -419,15 +407,9 @@ def test_constants_are_kept_once():
     assert max(sizes) == 2 * ROWS * DIM  # activations, on two devices
     assert not jax.tree.leaves(state.buffers["statistics"])
     kernel, scale = pipe.get_mutable_state(state)[0]["kernel"], np.ones(DIM)
-    gradient = jax.grad(
-        lambda scale: loss_fn(
-            (jnp.tanh(batch_of()["inputs"][0] @ kernel) * scale[None])[:, :1], None
-        )
-    )
+    gradient = jax.grad(lambda scale: loss_fn((jnp.tanh(batch_of()["inputs"][0] @ kernel) * scale[None])[:, :1], None))
     state, _ = pipe.step(state, batch_of())
-    assert_close(
-        pipe.get_params(state)[0]["scale"], scale - 0.1 * gradient(scale), "float32"
-    )
+    assert_close(pipe.get_params(state)[0]["scale"], scale - 0.1 * gradient(scale), "float32")
 
 
 # -- What is refused
@@ -459,9 +441,7 @@ class Sown(nn.Module):
 class InABranch(Views):
     def __call__(self, inputs):
         x, mask = inputs
-        return nnx.cond(
-            mask.any(), lambda norm, x: norm(x), lambda norm, x: x, self.norm, x
-        )
+        return nnx.cond(mask.any(), lambda norm, x: norm(x), lambda norm, x: x, self.norm, x)
 
 
 @pytest.mark.parametrize(

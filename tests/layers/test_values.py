@@ -94,9 +94,7 @@ def drawn(pair):
 def drawn_again(pair):
     """The key is what the backward needs."""
     x, key = pair
-    call = jax.checkpoint(
-        lambda x, key: jnp.tanh(x) * jax.random.normal(key, x.shape[1:])[None]
-    )
+    call = jax.checkpoint(lambda x, key: jnp.tanh(x) * jax.random.normal(key, x.shape[1:])[None])
     return call(x, key)
 
 
@@ -124,9 +122,7 @@ PAIRS = {
 def test_values_beside_an_activation_travel(name):
     make, use = PAIRS[name]
     losses, before, after = trained([FIRST, make, use, LAST])
-    want, params = plain(
-        lambda p, x: LAST.apply(p[3], use(make(first(p[0], x)))), before
-    )
+    want, params = plain(lambda p, x: LAST.apply(p[3], use(make(first(p[0], x)))), before)
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     assert_close(after, params, "float32")
 
@@ -291,9 +287,7 @@ def test_linen_layers_that_draw_are_evaluated():
     state = pipe.init(KEY, {"inputs": X})
     outputs = pipe.predict(state, {"inputs": X})
     np.testing.assert_array_equal(outputs, pipe.predict(state, {"inputs": X}))
-    with pytest.raises(
-        ValueError, match=r'needs PRNG for "noise"(.|\n)*rngs=\(\.\.\.\)'
-    ):
+    with pytest.raises(ValueError, match=r'needs PRNG for "noise"(.|\n)*rngs=\(\.\.\.\)'):
         jpipe.Pipeline(
             [Sampled()],
             loss=loss_fn,
@@ -378,9 +372,7 @@ def test_layers_that_compare_equal_run_their_own_programs(name):
         by = by[0] if isinstance(by, tuple) else by
         if isinstance(by, bool):
             return x + 10
-        return (
-            jnp.copysign(1.0, getattr(by, "scale", by)) * x * getattr(by, "scale", by)
-        )
+        return jnp.copysign(1.0, getattr(by, "scale", by)) * x * getattr(by, "scale", by)
 
     class Layer(nnx.Module):
         def __init__(self, by, *, rngs):
@@ -429,9 +421,7 @@ def test_constants_of_functions_tell_programs_apart():
         def function(x):
             return x * constant
 
-        function.defjvp(
-            lambda primals, tangents: (function(*primals), tangents[0] * constant)
-        )
+        function.defjvp(lambda primals, tangents: (function(*primals), tangents[0] * constant))
         return function
 
     big = np.linspace(1, 2, 2000, dtype=np.float32)

@@ -62,9 +62,7 @@ def test_arrays_that_all_stages_use_have_all_rows():
 def test_slots_have_rows_of_their_own(name):
     lowered = lower(TABLES[name])
     schedule, ring = lowered.schedule, lowered.rings["input_stash"]
-    used = [
-        {"all", "even" if s % 2 == 0 else "odd"} for s in range(schedule.num_stages)
-    ]
+    used = [{"all", "even" if s % 2 == 0 else "odd"} for s in range(schedule.num_stages)]
     names = ["all", "even", "odd"]
     rows = ArrayRows.of_slots(lowered, "input_stash", names, used)
     for array in names:

@@ -20,9 +20,7 @@ def test_all_stages_of_a_synchronous_table_update_together():
         table = random_table(seed)
         unlike += np.unique(table.update_ticks()).size > 1
         joint = joint_updates(table).check()
-        assert joint.update_ticks().tolist() == [table.update_ticks().max()] * (
-            table.num_columns
-        )
+        assert joint.update_ticks().tolist() == [table.update_ticks().max()] * (table.num_columns)
         for field in dataclasses.fields(table):
             if field.name != "update":
                 before, after = getattr(table, field.name), getattr(joint, field.name)
@@ -47,6 +45,4 @@ def test_a_lowered_table_updates_after_every_gradient():
 def test_an_asynchronous_table_keeps_its_ticks(name):
     table = schedule_named(name, 3, 4)
     assert joint_updates(table) is table
-    np.testing.assert_array_equal(
-        lower(table).schedule.update != IDLE, table.update != IDLE
-    )
+    np.testing.assert_array_equal(lower(table).schedule.update != IDLE, table.update != IDLE)

@@ -14,11 +14,7 @@ from jpipe.lowering.versions import version_rows
 from jpipe.schedule import IDLE
 from jpipe.schedules import emulated, refusal
 
-BUILDERS = [
-    (name, ticks)
-    for name in ("pipedream", "pipedream_2bw", "pipemare")
-    for ticks in ("unit", "paired")
-]
+BUILDERS = [(name, ticks) for name in ("pipedream", "pipedream_2bw", "pipemare") for ticks in ("unit", "paired")]
 EVERY_BUILDER = pytest.mark.parametrize("name,ticks", BUILDERS)
 
 

@@ -56,13 +56,9 @@ def irregular(seed, synchronous):
     backward = no_earlier_than(forward[:, ::-1] + (np.arange(S) > 0))[:, ::-1]
     weight = no_earlier_than(backward * 1) if seed % 2 else None
     ticks = [at for at in (forward, backward, weight) if at is not None]
-    period = (
-        None if synchronous else max(int((at[-1] - at[0]).max()) for at in ticks) + 1
-    )
+    period = None if synchronous else max(int((at[-1] - at[0]).max()) for at in ticks) + 1
     device = rng.permutation(S) % rng.integers(1, S + 1)
-    return Schedule.from_ticks(
-        f"irregular{seed}", *ticks, num_ticks=period, device=device
-    )
+    return Schedule.from_ticks(f"irregular{seed}", *ticks, num_ticks=period, device=device)
 
 
 def tables():
@@ -98,9 +94,7 @@ def tables():
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", ".*bubble")
     TABLES = list(tables())
-every_table = pytest.mark.parametrize(
-    "table", TABLES, ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}"
-)
+every_table = pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}")
 
 
 def operations_at(operations, t, r, N):
@@ -139,9 +133,7 @@ class Slots:
 
     def read(self, ring, stage, microbatch, place, last=True):
         slot = self._slot(ring, stage, place)
-        assert self.alive.get(slot) == (stage, microbatch), (
-            f"{slot} holds {self.alive.get(slot)}"
-        )
+        assert self.alive.get(slot) == (stage, microbatch), f"{slot} holds {self.alive.get(slot)}"
         if last:
             del self.alive[slot]
 
@@ -198,9 +190,7 @@ def replay(lowered, recompute, num_rounds):
             after = (t + 1) % table.num_ticks
             for source, target in pairs if channel.sends[t] else ():
                 message = sent.get((source, int(channel.lane[t, source])))
-                if message and any(
-                    slots[after, target, 0] >= 0 for slots in channel.arrives.values()
-                ):
+                if message and any(slots[after, target, 0] >= 0 for slots in channel.arrives.values()):
                     received[i, target] = message
         assert sorted(received.values()) == sorted(sent.values())
     if table.synchronous:
@@ -271,10 +261,7 @@ def test_a_device_has_as_many_slots_as_values_at_the_same_time(table):
 @every_table
 def test_operations_say_what_the_table_says(table):
     lowered = lower(table)
-    chunk = [
-        sorted(set(table.stage[table.device == d])).index(s)
-        for s, d in zip(table.stage, table.device)
-    ]
+    chunk = [sorted(set(table.stage[table.device == d])).index(s) for s, d in zip(table.stage, table.device)]
     for name, operations in lowered.operations.items():
         if name == "commit":
             continue
@@ -304,15 +291,9 @@ def test_a_weight_gradient_reads_the_version_of_its_input_gradient():
     for r, t in itertools.product(range(8), range(T)):
         for name in ("backward", "weight_grad"):
             version = lowered.operations[name].version[t] + r
-            for d, lane, stage, m, _ in operations_at(
-                lowered.operations[name], t, r, N
-            ):
+            for d, lane, stage, m, _ in operations_at(lowered.operations[name], t, r, N):
                 read[name, stage, m] = version[d, lane]
-    both = [
-        (v, read["backward", *rest])
-        for (name, *rest), v in read.items()
-        if name == "weight_grad"
-    ]
+    both = [(v, read["backward", *rest]) for (name, *rest), v in read.items() if name == "weight_grad"]
     assert len(both) > 20 and all(w == b for w, b in both)
     assert len({v for v, _ in both}) > 3  # and those are different versions
 
@@ -327,22 +308,16 @@ def test_channels_are_permutations(table):
             assert share or len(channel.arrives) == 1
             if channel.pairs is not None:
                 sources, targets = zip(*channel.pairs, strict=True)
-                assert len(set(sources)) == len(sources) and len(set(targets)) == len(
-                    targets
-                )
+                assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
                 assert all(s != d for s, d in channel.pairs)
 
 
 def routes(table, share):
-    return neighbours(
-        table.num_stages, "activation", "activation" if share else "gradient"
-    )
+    return neighbours(table.num_stages, "activation", "activation" if share else "gradient")
 
 
 def pairs(table, share=True):
-    return [
-        channel.pairs for channel in lower(table, routes=routes(table, share)).channels
-    ]
+    return [channel.pairs for channel in lower(table, routes=routes(table, share)).channels]
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, unit_round, late_weight_grads])
@@ -384,8 +359,7 @@ def test_stashes_are_as_deep_as_what_is_in_flight(make, S, N):
 def depth(table, recompute=False):
     """Ring -> the number of slots that each stage uses."""
     return {
-        name: [len(set(slots.tolist())) for slots in ring.slots]
-        for name, ring in lower(table, recompute).rings.items()
+        name: [len(set(slots.tolist())) for slots in ring.slots] for name, ring in lower(table, recompute).rings.items()
     }
 
 

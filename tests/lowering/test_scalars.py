@@ -63,8 +63,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                     for j in range(ops.num_lanes):
                         lane, s = tick.lane(kind, j), int(ops.stage[t, d, j])
                         m, position, v = (
-                            int(getattr(ops, field)[t, d, j])
-                            for field in ("microbatch", "position", "version")
+                            int(getattr(ops, field)[t, d, j]) for field in ("microbatch", "position", "version")
                         )
                         if kind == "update":
                             now = s >= 0 and r + v >= 1 and (r + v) * N <= entered
@@ -91,17 +90,13 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                         K = lowered.num_weights
                         assert lane.minibatch == (r + m // N) % K
                         batch_row = (r * N + m) % num_rows
-                        assert lane.microbatch == (
-                            batch_row if lowered.num_batches > 1 else m
-                        )
+                        assert lane.microbatch == (batch_row if lowered.num_batches > 1 else m)
                         for ring, slots in lowered.num_slots.items():
                             of_stage = lowered.rings[ring].slots[s]
                             if slots and len(of_stage):
                                 slot = of_stage[(r * N + position) % len(of_stage)]
                                 assert lane.slot(ring) == slot
-                updated = np.flatnonzero(
-                    (table.update[t] >= -N) | (table.update[t] == 1)
-                )
+                updated = np.flatnonzero((table.update[t] >= -N) | (table.update[t] == 1))
                 assert tick.updates == (updated.size > 0)
                 if updated.size:
                     order = table.update_ticks() % table.num_ticks

@@ -62,7 +62,8 @@ def fewest(stashes, num_slots, num_ticks):
 
 
 def random_stashes(rng, kind):
-    """As of a pipeline that drains, with one forward and one backward in a tick at the most; of one that repeats; or any.
+    """As of a pipeline that drains, with one forward and one backward in a tick at the most; of one that repeats; or
+    any.
 
     Returns:
       The stashes, and the ticks of a round.
@@ -103,9 +104,7 @@ def test_choices_are_possible_and_as_small_as_any(kind):
         larger += len(got) > want
         chosen += bool(got)
         assert kind == "any" or len(got) <= want + (kind == "repeats")
-    assert (
-        larger <= {"drains": 0, "repeats": 4, "any": 8}[kind] and chosen > 40
-    )  # of 400
+    assert larger <= {"drains": 0, "repeats": 4, "any": 8}[kind] and chosen > 40  # of 400
 
 
 @pytest.mark.parametrize("kind", ["drains", "repeats", "any"])
@@ -115,25 +114,15 @@ def test_no_two_stashes_are_in_a_slot_at_once(kind):
     for _ in range(400):
         stashes, num_ticks = random_stashes(rng, kind)
         if kind == "repeats":  # any lives that are shorter than a round
-            stashes = [
-                Stash(f, int(b), int(b))
-                for f, *_ in stashes
-                for b in [f + rng.integers(0, num_ticks)]
-            ]
+            stashes = [Stash(f, int(b), int(b)) for f, *_ in stashes for b in [f + rng.integers(0, num_ticks)]]
         num_slots = int(rng.integers(1, 7))
         assigned = assign(tuple(stashes), num_slots, num_ticks)
         if assigned is None:
             continue
         found += 1
-        parts = {
-            key: stashes[key[0]].intervals(key[0] in assigned.spilled)[key[1]]
-            for key in assigned.on_device
-        }
+        parts = {key: stashes[key[0]].intervals(key[0] in assigned.spilled)[key[1]] for key in assigned.on_device}
         assert len(parts) == len(stashes) + len(assigned.spilled)
-        away = {
-            i: (2 * stashes[i].first + 2, 2 * stashes[i].back - 2)
-            for i in assigned.on_host
-        }
+        away = {i: (2 * stashes[i].first + 2, 2 * stashes[i].back - 2) for i in assigned.on_host}
         for slots, intervals in (assigned.on_device, parts), (assigned.on_host, away):
             taken = {}
             for key, (first, last) in intervals.items():
@@ -169,9 +158,7 @@ def replay(table, lowered, name):
                 if since >= 0:  # else it would have entered before training began
                     yield int(slot), (int(column), since)
 
-    for round_, t, d in itertools.product(
-        range(rounds), range(table.num_ticks), range(D)
-    ):
+    for round_, t, d in itertools.product(range(rounds), range(table.num_ticks), range(D)):
         loaded, left = None, staged[d]
         if spill.loads[t, d] >= 0:
             loaded = host[d].pop(int(spill.loads[t, d]), None)
@@ -226,9 +213,7 @@ def test_every_stash_is_read_where_it_is(table, num_slots):
             continue
         assert ring.num_slots <= num_slots
         operations = lowered.operations["backward"].stage >= 0
-        num_rounds = (
-            1 if table.drains else 3
-        )  # in the first of four, some had no forward
+        num_rounds = 1 if table.drains else 3  # in the first of four, some had no forward
         assert replay(table, lowered, name) >= num_rounds * operations.sum()
         spill = ring.spill
         assert spill.num_slots == 1 + max(spill.stores.max(), spill.loads.max())
@@ -236,9 +221,7 @@ def test_every_stash_is_read_where_it_is(table, num_slots):
 
 def test_fewer_slots_move_more():
     table = jpipe.schedules.gpipe(4, 16)
-    moved = [
-        lower(table, stash_slots=k).spills["input_stash"].num_stored for k in (2, 4, 8)
-    ]
+    moved = [lower(table, stash_slots=k).spills["input_stash"].num_stored for k in (2, 4, 8)]
     assert moved == sorted(moved, reverse=True) and moved[0] > moved[-1]
     # On each device all but K of N stashes go: those K live over the tick between the last forward and the first
     # backward, where the devices further down have no such tick.

@@ -23,9 +23,7 @@ TABLES = {
 
 def wrong_reads(table, num_versions, rounds=12):
     """Reads of a version that is not in its slot, by walking several rounds with `num_versions` slots a stage."""
-    slots = [
-        [0] * V for V in num_versions
-    ]  # all versions before the first update are 0
+    slots = [[0] * V for V in num_versions]  # all versions before the first update are 0
     wrong = 0
     for r in range(rounds):
         for t in range(table.num_ticks):

@@ -11,9 +11,7 @@ import models
 from jpipe.memory import best_chunk_size, pack_chunks
 
 MODELS = {
-    model.__name__: model
-    for model in vars(models).values()
-    if isinstance(model, type) and hasattr(model, "layers")
+    model.__name__: model for model in vars(models).values() if isinstance(model, type) and hasattr(model, "layers")
 }
 
 
@@ -30,9 +28,7 @@ def abstract_sizes(model):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive)
-        if name in ("BERT", "Inception", "Translation")
-        else name
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("BERT", "Inception", "Translation") else name
         for name in MODELS
     ],
 )
@@ -62,10 +58,7 @@ def test_random_tensors_against_all_sizes():
         sizes = rng.integers(1, 30, rng.integers(1, 9)).tolist()
         best = best_chunk_size(sizes)
         check(pack_chunks(sizes, best), sizes)
-        filled = {
-            n: pack_chunks(sizes, n).utilisation
-            for n in range(max(sizes), 8 * max(sizes) + 1)
-        }
+        filled = {n: pack_chunks(sizes, n).utilisation for n in range(max(sizes), 8 * max(sizes) + 1)}
         assert filled[best] == max(filled.values())
         assert best == min(n for n in filled if filled[n] == filled[best])
 

@@ -58,16 +58,9 @@ def test_a_chain_by_hand():
     timeline = memory_timeline(chain, X)
     by_use = timeline.by_use()
     assert set(by_use["argument"].tolist()) == {SIZE}
-    large = [
-        b
-        for b in timeline.blocks
-        if b.num_bytes == SIZE and b.use in ("temporary", "result")
-    ]
+    large = [b for b in timeline.blocks if b.num_bytes == SIZE and b.use in ("temporary", "result")]
     assert len([b for b in large if b.use == "result"]) == 1
-    live = [
-        sum(b.allocated <= t < b.freed for b in large)
-        for t in range(int(timeline.period))
-    ]
+    live = [sum(b.allocated <= t < b.freed for b in large) for t in range(int(timeline.period))]
     assert max(live) == 2
     products = [b for b in large if "dot_general" in b.name]
     assert len(products) == 3
@@ -76,9 +69,7 @@ def test_a_chain_by_hand():
 
 def test_the_body_of_a_loop_stands_inside():
     timeline = memory_timeline(loop, X)
-    (carried,) = (
-        b for b in timeline.blocks if b.num_bytes == SIZE and b.use == "result"
-    )
+    (carried,) = (b for b in timeline.blocks if b.num_bytes == SIZE and b.use == "result")
     kinds = [a.kind for a in carried.accesses]
     # Written before the loop and by its body, which also reads it.
     assert kinds.count("write") >= 2
@@ -91,12 +82,7 @@ def test_donated_arguments_hold_the_result():
     jitted = jax.jit(lambda x: x + 1, donate_argnums=0)
     timeline = memory_timeline(jitted, X)
     assert timeline.peak_used == SIZE
-    assert any(
-        a.kind == "write"
-        for b in timeline.blocks
-        for a in b.accesses
-        if b.use == "argument"
-    )
+    assert any(a.kind == "write" for b in timeline.blocks for a in b.accesses if b.use == "argument")
 
 
 def test_a_compiler_that_says_nothing(monkeypatch):

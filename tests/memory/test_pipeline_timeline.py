@@ -71,9 +71,7 @@ def check(pipe, batch, device, profile=None):
 CASES = {
     "gpipe": lambda: pipeline(S.gpipe(4, 6)),
     "offload": lambda: pipeline(S.gpipe(4, 6), offload=jpipe.Offload(1.0, 2)),
-    "offload, pipedream": lambda: pipeline(
-        S.pipedream(4, 6), offload=jpipe.Offload(1.0, 2)
-    ),
+    "offload, pipedream": lambda: pipeline(S.pipedream(4, 6), offload=jpipe.Offload(1.0, 2)),
     "recompute": lambda: pipeline(S.one_f_one_b(4, 6), recompute="full"),
     "uneven cut": lambda: pipeline(S.one_f_one_b(4, 6), boundaries=[1, 3, 6]),
     "overlap": lambda: pipeline(S.one_f_one_b(4, 6, ticks="unit"), overlap=True),
@@ -85,32 +83,22 @@ CASES = {
         optimizer=optax.chain(optax.sgd(0.1), jpipe.optim.predict_weights()),
         forward_params=jpipe.optim.predicted_params,
     ),
-    "kept messages": lambda: pipeline(
-        S.gpipe(4, 6), compress_messages=jpipe.compress.TopK(0.1)
-    ),
+    "kept messages": lambda: pipeline(S.gpipe(4, 6), compress_messages=jpipe.compress.TopK(0.1)),
     "zero bubble": lambda: pipeline(S.zero_bubble_h1(4, 6)),
-    "zero bubble, recompute": lambda: pipeline(
-        S.zero_bubble_h2(4, 6), recompute="full"
-    ),
+    "zero bubble, recompute": lambda: pipeline(S.zero_bubble_h2(4, 6), recompute="full"),
     "zero bubble v": lambda: pipeline(S.zero_bubble_v(8, 6)),
     "interleaved": lambda: pipeline(S.interleaved(8, 8)),
     "copies": lambda: pipeline(S.gpipe(2, 6, replicas=(3, 1))),
-    "shared optimizer": lambda: pipeline(
-        S.gpipe(4, 6), mesh=jpipe.make_mesh(stage=4, data=2), shard_optimizer=True
-    ),
+    "shared optimizer": lambda: pipeline(S.gpipe(4, 6), mesh=jpipe.make_mesh(stage=4, data=2), shard_optimizer=True),
     "fsdp": lambda: pipeline(S.gpipe(4, 6), mesh=jpipe.make_mesh(stage=4, fsdp=2)),
     "not donated": lambda: pipeline(S.gpipe(4, 6), donate=False),
-    "factors": lambda: pipeline(
-        S.gpipe(4, 6), accumulate_gradients=jpipe.compress.StreamingPCA(rank=2)
-    ),
+    "factors": lambda: pipeline(S.gpipe(4, 6), accumulate_gradients=jpipe.compress.StreamingPCA(rank=2)),
     "compressed": lambda: pipeline(
         S.gpipe(4, 6),
         mesh=jpipe.make_mesh(stage=4, data=2),
         compress_gradients=jpipe.compress.PowerSGD(rank=2),
     ),
-    "messages of a device to itself": lambda: pipeline(
-        S.zero_bubble_v(8, 6), overlap=True
-    ),
+    "messages of a device to itself": lambda: pipeline(S.zero_bubble_v(8, 6), overlap=True),
 }
 
 
@@ -178,9 +166,7 @@ def test_stashes_are_those_in_flight():
 
 def test_weights_are_read_by_every_operation():
     pipe, timeline = one_f_one_b()
-    (weights,) = (
-        b for b in timeline.blocks if b.name == "stage 0, layer 1 (Linear): weights"
-    )
+    (weights,) = (b for b in timeline.blocks if b.name == "stage 0, layer 1 (Linear): weights")
     assert weights.num_bytes == 4 * (16 * 16 + 16)
     assert weights.freed - weights.allocated == timeline.period
     reads = [a for a in weights.accesses if a.kind == "read"]
@@ -217,9 +203,7 @@ def test_temporaries_do_not_meet():
                 apart |= a.offset + a.num_bytes <= b.offset
                 apart |= b.offset + b.num_bytes <= a.offset
                 assert apart, (a, b)
-    assert (
-        program.temp_bytes == pipe.compile(BATCH).memory_analysis().temp_size_in_bytes
-    )
+    assert program.temp_bytes == pipe.compile(BATCH).memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.exhaustive
@@ -231,9 +215,7 @@ def test_versions_live_until_they_are_read_last():
     (size,) = {b.num_bytes for b in weights}
     by_use = timeline.by_use()
     assert set((by_use["weights"] / size).tolist()) == {2}  # layers
-    assert by_use["version"].max() / size == 2 * (
-        schedule.facts().weight_versions[0] - 1
-    )
+    assert by_use["version"].max() / size == 2 * (schedule.facts().weight_versions[0] - 1)
 
 
 class Seconds:
@@ -262,12 +244,8 @@ def test_seconds_are_the_simulators(name):
     assert timeline.unit == "seconds"
     assert timeline.period == pytest.approx(timing.makespan)
     column = int(schedule.column_of_stage[1])
-    (weights,) = (
-        b for b in timeline.blocks if b.name == "stage 1, layer 2 (Linear): weights"
-    )
-    reads = {
-        round(a.time % timeline.period, 6) for a in weights.accesses if a.kind == "read"
-    }
+    (weights,) = (b for b in timeline.blocks if b.name == "stage 1, layer 2 (Linear): weights")
+    reads = {round(a.time % timeline.period, 6) for a in weights.accesses if a.kind == "read"}
     middles = timing.start["forward"][:, column] + 0.25  # of the first of two layers
     assert {round(t, 6) for t in middles.tolist()} <= reads
     # What a device could send away: its optimizer, between two updates.
@@ -286,9 +264,7 @@ def test_recorded_traces_move_least_under_belady():
         assert len(trace) > 40
         (size,) = set(sizes.values())
         for slots in range(1, len(sizes) + 1):
-            belady, lru, fifo = (
-                replay(trace, sizes, slots * size, p) for p in POLICIES
-            )
+            belady, lru, fifo = (replay(trace, sizes, slots * size, p) for p in POLICIES)
             assert belady.to_device <= min(lru.to_device, fifo.to_device)
         assert replay(trace, sizes, len(sizes) * size, rounds=2).num_bytes == 0
 

@@ -21,18 +21,13 @@ def least_fetches(trace, capacity):
             return fewest(i + 1, held)
         if len(held) < capacity:
             return 1 + fewest(i + 1, held | {blocks[i]})
-        return 1 + min(
-            fewest(i + 1, (held - {victim}) | {blocks[i]}) for victim in held
-        )
+        return 1 + min(fewest(i + 1, (held - {victim}) | {blocks[i]}) for victim in held)
 
     return fewest(0, frozenset())
 
 
 def random_trace(rng, length, num_blocks, writes=0.0):
-    return [
-        (int(rng.integers(num_blocks)), "write" if rng.random() < writes else "read")
-        for _ in range(length)
-    ]
+    return [(int(rng.integers(num_blocks)), "write" if rng.random() < writes else "read") for _ in range(length)]
 
 
 def test_belady_is_optimal_on_small_traces():
@@ -55,9 +50,7 @@ def test_belady_fetches_least_on_thousands_of_traces():
         trace = random_trace(rng, int(rng.integers(2, 60)), num_blocks)
         sizes = dict.fromkeys(range(num_blocks), 5)
         capacity = 5 * int(rng.integers(1, num_blocks + 1))
-        belady, lru, fifo = (
-            replay(trace, sizes, capacity, policy).num_bytes for policy in POLICIES
-        )
+        belady, lru, fifo = (replay(trace, sizes, capacity, policy).num_bytes for policy in POLICIES)
         assert belady <= min(lru, fifo)
 
 

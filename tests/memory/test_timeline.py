@@ -56,10 +56,7 @@ def test_categories_sum_to_the_total_at_random():
         # Without a rule for wrapping: steps -5 to 0, moment after moment.
         for t in range(8):
             lives = sum(
-                b.num_bytes
-                for b in blocks
-                for step in range(6)
-                if b.allocated - 8 * step <= t < b.freed - 8 * step
+                b.num_bytes for b in blocks for step in range(6) if b.allocated - 8 * step <= t < b.freed - 8 * step
             )
             i = np.searchsorted(timeline.moments, t, side="right") - 1
             assert timeline.total[i] == lives
@@ -81,9 +78,7 @@ def test_swap_rule_of_the_paper():
     rate, interval = 6.35e9, 25e-6
 
     def candidates(size, **rates):
-        both = block(
-            "x", "input stash", size, 0.0, interval, (0.0, "write"), (interval, "read")
-        )
+        both = block("x", "input stash", size, 0.0, interval, (0.0, "write"), (interval, "read"))
         return Timeline((both,), 1.0, "seconds").swap_candidates(**rates)
 
     assert candidates(79_375, to_host=rate)[0].num_bytes == 79_375
@@ -130,9 +125,7 @@ def test_pictures(tmp_path, panels):
 
 
 def test_wrong_inputs(tmp_path):
-    with pytest.raises(
-        ValueError, match="swap candidates need seconds, and the axis has ticks"
-    ):
+    with pytest.raises(ValueError, match="swap candidates need seconds, and the axis has ticks"):
         TIMELINE.swap_candidates(1e9)
     seconds = Timeline(BLOCKS, 4.0, "seconds")
     with pytest.raises(ValueError, match="`to_host` must be above 0"):

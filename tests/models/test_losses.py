@@ -48,10 +48,7 @@ def test_with_weights_it_is_a_sum_and_the_number_of_labels_that_count(loss):
     np.testing.assert_allclose(total / weight, expected.mean(), rtol=1e-5)
     # The same as for the labels that count by themselves, and cut anywhere.
     _, alone = loss(logits[counted], {"labels": labels[counted]})
-    parts = [
-        loss(logits[k : k + 1], {name: a[k : k + 1] for name, a in batch.items()})
-        for k in range(3)
-    ]
+    parts = [loss(logits[k : k + 1], {name: a[k : k + 1] for name, a in batch.items()}) for k in range(3)]
     (part_total, part_weight), part_sums = jax.tree.map(lambda *a: sum(a), *parts)
     np.testing.assert_allclose(part_total / part_weight, expected.mean(), rtol=1e-5)
     for name, mean in alone.items():
@@ -64,9 +61,7 @@ def test_what_does_not_count_has_no_gradient():
     weights = np.array([[1, 0, 1], [0, 1, 0]], np.float32)
 
     def mean(logits):
-        (total, weight), _ = CrossEntropy()(
-            logits, {"labels": labels, "weights": weights}
-        )
+        (total, weight), _ = CrossEntropy()(logits, {"labels": labels, "weights": weights})
         return total / weight
 
     gradient = np.abs(jax.grad(mean)(jnp.asarray(logits))).sum(axis=-1)
@@ -186,11 +181,7 @@ def test_a_padded_batch_trains_the_masked_mean_in_a_pipeline():
         (total, weight), _ = model.loss()(outputs, batch)
         return total / weight
 
-    (loss,), _, params = oracles.train(
-        plain, plain.params, masked_mean, optax.sgd(1.0), [batch]
-    )
+    (loss,), _, params = oracles.train(plain, plain.params, masked_mean, optax.sgd(1.0), [batch])
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    for a, b in zip(
-        *map(jax.tree.leaves, (pipe.get_params(state), params)), strict=True
-    ):
+    for a, b in zip(*map(jax.tree.leaves, (pipe.get_params(state), params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

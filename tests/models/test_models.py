@@ -43,9 +43,7 @@ from train.mnist import MNIST
 
 IMAGES = (2, 28, 28, 1)
 DIGITS = ResNet(num_channels=1, widths=(8, 16), num_blocks=(1, 2), stem_stride=2)
-BOTTLENECKS = ResNet.of_depth(
-    50, num_channels=1, widths=(4, 8), num_blocks=(2, 3), num_classes=10
-)
+BOTTLENECKS = ResNet.of_depth(50, num_channels=1, widths=(4, 8), num_blocks=(2, 3), num_classes=10)
 CONVOLUTIONS = VGG(
     image_size=28,
     num_channels=1,
@@ -73,9 +71,7 @@ DIGITS_BY_ALEXNET = AlexNet(
     hidden_width=16,
     num_classes=10,
 )
-BRANCHES = Inception(
-    num_channels=1, width=2, num_blocks=(1, 1, 1), stem="small", num_classes=10
-)
+BRANCHES = Inception(num_channels=1, width=2, num_blocks=(1, 1, 1), stem="small", num_classes=10)
 TURNS = RecurrentLM(embed_dim=6, dim=8, num_layers=3)
 KINDS = RecurrentClassifier(embed_dim=6, dim=8, num_layers=2, num_classes=5)
 SENTENCES = RecurrentTranslation(vocab_size=50, dim=8, dropout=0.0)
@@ -372,9 +368,7 @@ def test_lstm_equals_its_formulas():
         h, c = start[:, row]
         for t in range(5):
             if mask[row, t]:
-                i, f, g, o = (
-                    x[row, t] @ w[:, :, k] + h @ u[:, :, k] + b[:, k] for k in range(4)
-                )
+                i, f, g, o = (x[row, t] @ w[:, :, k] + h @ u[:, :, k] + b[:, k] for k in range(4))
                 c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
                 h = sigmoid(o) * np.tanh(c)
             np.testing.assert_allclose(got[row, t], h, rtol=1e-5, atol=1e-6)
@@ -460,9 +454,7 @@ def modules_of_part(part):
         (DIGITS, IMAGES, 3 + 3 * 4 + 2),
         (dataclasses.replace(BOTTLENECKS, stem="small"), IMAGES, 3 + 5 * 6 + 2 * 2),
         (BOTTLENECKS, IMAGES, 3 + 5 * 6 + 2 * 2),
-        pytest.param(
-            LANGUAGES, (2, 12), 2 + 2 * 6 + 3 * 9, marks=pytest.mark.exhaustive
-        ),
+        pytest.param(LANGUAGES, (2, 12), 2 + 2 * 6 + 3 * 9, marks=pytest.mark.exhaustive),
         (dataclasses.replace(LANGUAGES, norm="pre"), (2, 12), 3 + 2 * 6 + 3 * 9),
     ],
     ids=["basic", "bottleneck", "ImageNet", "post", "pre"],
@@ -492,9 +484,7 @@ def test_fine_grained_layers_compute_the_same(model, shape, num_layers):
     np.testing.assert_allclose(run(parts, x), wanted, rtol=1e-5, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize(
-    "model, num_layers", [(ResNet.of_depth(50), 107), (Translation(), 92)]
-)
+@pytest.mark.parametrize("model, num_layers", [(ResNet.of_depth(50), 107), (Translation(), 92)])
 def test_fine_grained_models_have_the_same_size(model, num_layers):
     fine = dataclasses.replace(model, fine_grained=True)
     assert len(fine.layers()) == num_layers
@@ -519,9 +509,7 @@ def test_examples_do_not_touch_each_other(model, shape):
     layers, x = build(model), example(model, shape)
     whole = run(layers, x)
     parts = [run(layers, jax.tree.map(lambda a, i=i: a[i][None], x)) for i in (0, 1)]
-    np.testing.assert_allclose(
-        whole, jnp.concatenate(parts), rtol=1e-5, atol=1e-5 * np.abs(whole).max()
-    )
+    np.testing.assert_allclose(whole, jnp.concatenate(parts), rtol=1e-5, atol=1e-5 * np.abs(whole).max())
 
 
 @pytest.mark.parametrize(
@@ -644,9 +632,7 @@ def test_padding_of_either_language_changes_nothing(norm):
     model = dataclasses.replace(LANGUAGES, norm=norm)
     layers, x = build(model), example(model, (2, 12))
     padded = {name: np.pad(tokens, ((0, 0), (0, 3))) for name, tokens in x.items()}
-    np.testing.assert_allclose(
-        run(layers, padded)[:, :9], run(layers, x), rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(run(layers, padded)[:, :9], run(layers, x), rtol=1e-5, atol=1e-5)
     # Wherever it stands, nothing but its own position sees its vector.
     x["source"][0, 4], x["source"][1, 0], x["target"][0, 3] = 0, 0, 0
     changed = [nnx.clone(layers[0]), *layers[1:]]
@@ -673,17 +659,13 @@ def test_bert_reads_both_ways_but_no_padding():
     # The last word that is no padding is seen by all, and its segment.
     for name in ("tokens", "segments"):
         changed = x | {name: x[name].copy()}
-        changed[name][1, 7] = (
-            1 - x[name][1, 7] if name == "segments" else x[name][1, 7] % 49 + 1
-        )
+        changed[name][1, 7] = 1 - x[name][1, 7] if name == "segments" else x[name][1, 7] % 49 + 1
         difference = np.abs(run(layers, changed) - before).max(-1)
         assert difference[1, :8].min() > 1e-5 and difference[0].max() == 0
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
 def test_attention_equals_a_plain_computation(dtype, tolerance, is_causal):
     with jax.enable_x64(dtype == "float64"):
         check_attention(dtype, tolerance, is_causal)
@@ -691,9 +673,7 @@ def test_attention_equals_a_plain_computation(dtype, tolerance, is_causal):
 
 def check_attention(dtype, tolerance, is_causal):
     dim, num_heads, rng = 6, 3, np.random.default_rng(0)
-    attention = Attention(
-        dim, num_heads, use_bias=True, kernel_init=UNIT, rngs=nnx.Rngs(0)
-    )
+    attention = Attention(dim, num_heads, use_bias=True, kernel_init=UNIT, rngs=nnx.Rngs(0))
     for linear in (attention.query, attention.key, attention.value, attention.out):
         linear.kernel.set_value(linear.kernel[...].astype(dtype))
         linear.bias.set_value(jnp.asarray(rng.normal(size=dim), dtype))
@@ -714,19 +694,13 @@ def check_attention(dtype, tolerance, is_causal):
         for t in range(4):
             for h in range(num_heads):
                 of_head = slice(2 * h, 2 * h + 2)
-                seen = [
-                    m
-                    for m in range(memory.shape[1])
-                    if mask[b, m] and (m <= t or not is_causal)
-                ]
+                seen = [m for m in range(memory.shape[1]) if mask[b, m] and (m <= t or not is_causal)]
                 scores = k[b, seen, of_head] @ q[b, t, of_head] / np.sqrt(2)
                 weights = np.exp(scores - scores.max())
                 weights /= weights.sum()
                 attended[b, t, of_head] = weights @ v[b, seen, of_head]
     expected = projected(attention.out, attended)
-    np.testing.assert_allclose(
-        got, expected, rtol=0, atol=tolerance * np.abs(expected).max()
-    )
+    np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance * np.abs(expected).max())
 
 
 @pytest.fixture
@@ -879,9 +853,7 @@ def test_dropout_is_of_training_alone(model, shape, draws):
     # Without it: the same model with the same weights, whose layers hold no dropout.
     without = [
         nnx.merge(nnx.graphdef(layer), nnx.state(weights, nnx.Param))
-        for layer, weights in zip(
-            abstract(dataclasses.replace(model, dropout=0.0)), layers, strict=True
-        )
+        for layer, weights in zip(abstract(dataclasses.replace(model, dropout=0.0)), layers, strict=True)
     ]
     np.testing.assert_array_equal(run(layers, x), run(without, x))
     np.testing.assert_array_equal(run(after, x), run(without, x))
@@ -983,9 +955,7 @@ def test_unet_gives_every_pixel_its_classes():
     y = run_with_skips(layers, parts, x)
     assert y.shape == (2, 8, 12, 5)
     # An image alone gives the same.
-    np.testing.assert_allclose(
-        run_with_skips(layers, parts, x[1:]), y[1:], rtol=1e-5, atol=1e-6
-    )
+    np.testing.assert_allclose(run_with_skips(layers, parts, x[1:]), y[1:], rtol=1e-5, atol=1e-6)
 
 
 def test_unet_is_the_papers():
@@ -1007,8 +977,7 @@ def test_unet_keeps_the_image_before_it_is_halved():
     # What comes up again is worth as much as what was kept.
     below = example(PIXELS, (1, 4, 4, 8), seed=1)
     both, without_kept, without_below = (
-        apply(up, *inputs)[0]
-        for inputs in [(below, kept), (below, 0 * kept), (0 * below, kept)]
+        apply(up, *inputs)[0] for inputs in [(below, kept), (below, 0 * kept), (0 * below, kept)]
     )
     assert both.shape == (1, 8, 8, 4)
     assert np.abs(both - without_kept).max() > 1e-2
@@ -1156,9 +1125,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
         ),
         (lambda: UNet(num_levels=0), "`num_levels` must be at least 1, got 0."),
         (
-            lambda: apply(
-                abstract(PIXELS)[0], jnp.zeros((1, 5, 4, 3)), program=_apply.eval_shape
-            ),
+            lambda: apply(abstract(PIXELS)[0], jnp.zeros((1, 5, 4, 3)), program=_apply.eval_shape),
             "an image of 5x4 cannot be halved. Use images whose sides are multiples of",
         ),
         (lambda: Transformer(dim=10, num_heads=4), "must divide `dim` (10), got 4."),
@@ -1173,9 +1140,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
             "must be a dict of tokens, segments, mask, got ['tokens']. Give exactly",
         ),
         (
-            lambda: shapes(
-                WORDS, example(WORDS, (1, 4)) | {"mask": np.ones((1, 4), int)}
-            ),
+            lambda: shapes(WORDS, example(WORDS, (1, 4)) | {"mask": np.ones((1, 4), int)}),
             "`mask` must be boolean, False at padding, got int32. Write `tokens !=",
         ),
         (lambda: AlexNet(image_size=56), "must be above 56, got 56: the first convol"),

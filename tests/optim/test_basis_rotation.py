@@ -59,9 +59,7 @@ def test_is_algorithm_1(shape, source, sides):
     left, right = (True, True) if sides == "both" else (m <= n, n < m)
     expected = by_hand(grads, 3, source, left, right)
     with jax.enable_x64(True):
-        transform = scale_by_basis_rotation(
-            b2=0.99, frequency=3, source=source, sides=sides
-        )
+        transform = scale_by_basis_rotation(b2=0.99, frequency=3, source=source, sides=sides)
         found, _ = updates_of(transform, grads)
     np.testing.assert_allclose(found, expected, rtol=1e-7)
 

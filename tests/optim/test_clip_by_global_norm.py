@@ -41,12 +41,8 @@ def test_is_the_plain_models_clipping_on_every_stage():
     )
     state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
-    losses, gradients, params = oracles.train(
-        plain, plain.params, cross_entropy, optimizer, batches
-    )
-    assert (
-        max(optax.tree.norm(g) for g in gradients) > 0.1
-    )  # there was something to clip
+    losses, gradients, params = oracles.train(plain, plain.params, cross_entropy, optimizer, batches)
+    assert max(optax.tree.norm(g) for g in gradients) > 0.1  # there was something to clip
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)

@@ -25,9 +25,7 @@ def test_is_the_formula(decay):
     with jax.enable_x64(True):
         state = transform.init(jnp.zeros(3))
         for g, w, stale in rng.normal(size=(5, 3, 3)):
-            found, state = transform.update(
-                jnp.asarray(g), state, jnp.asarray(w), stale_params=jnp.asarray(stale)
-            )
+            found, state = transform.update(jnp.asarray(g), state, jnp.asarray(w), stale_params=jnp.asarray(stale))
             strength = 0.7
             if decay is not None:
                 s = decay * s + (1 - decay) * g**2
@@ -80,14 +78,10 @@ def test_keeps_dtypes_and_runs_masked_and_with_injected_hyperparameters():
     ):
         state = wrapped.init(params)
         found, after = wrapped.update(grads, state, params, stale_params=stale)
-        assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(
-            lambda a: (a.shape, a.dtype), grads
-        )
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(lambda a: (a.shape, a.dtype), grads)
         assert jax.tree.structure(after) == jax.tree.structure(state)
         np.testing.assert_allclose(found["b"]["c"], expected)
-        np.testing.assert_allclose(
-            np.asarray(found["a"], np.float32), expected if has_a else 4
-        )
+        np.testing.assert_allclose(np.asarray(found["a"], np.float32), expected if has_a else 4)
 
 
 # -- In a pipeline -----------------------------------------------------------------------
@@ -128,9 +122,7 @@ def by_hand(weights, batches, delays, N, strength, rate):
 
 
 def trained(schedule, layers, loss, batches, optimizer, **options):
-    pipe = jpipe.Pipeline(
-        layers, loss=loss, optimizer=optimizer, schedule=schedule, **options
-    )
+    pipe = jpipe.Pipeline(layers, loss=loss, optimizer=optimizer, schedule=schedule, **options)
     state = pipe.init(jax.random.key(0), batches[0])
     first = pipe.get_params(state)
     for batch in batches:
@@ -150,16 +142,11 @@ CASES = {
 def test_a_pipeline_passes_the_weights_of_the_oldest_forward(case):
     delays, N = CASES[case]
     rng = np.random.default_rng(1)
-    batches = [
-        {"inputs": rng.normal(size=(4, 3)), "targets": rng.normal(size=(4, 3))}
-        for _ in range(9)
-    ]
+    batches = [{"inputs": rng.normal(size=(4, 3)), "targets": rng.normal(size=(4, 3))} for _ in range(9)]
     optimizer = optax.chain(optim.compensate_delay(3.0, decay=None), optax.sgd(0.1))
     schedule = schedules.with_delays(delays, N)
     with jax.enable_x64(True):
-        _, first, found = trained(
-            schedule, linear_stages(3), squares, batches, optimizer
-        )
+        _, first, found = trained(schedule, linear_stages(3), squares, batches, optimizer)
     weights = [layer["kernel"] for layer in first]
     expected = by_hand(weights, batches, delays, N, 3.0, 0.1)
     plain = by_hand(weights, batches, delays, N, 0.0, 0.1)
@@ -190,19 +177,12 @@ def test_two_stages_compute_what_is_emulated(name):
     results = []
     for schedule in (table, schedules.emulated(table)):
         with jax.enable_x64(True):
-            *_, params = trained(
-                schedule, family.layers, cross_entropy, batches, optimizer
-            )
+            *_, params = trained(schedule, family.layers, cross_entropy, batches, optimizer)
         results.append(params)
     assert_close(*results, "float64")
     with jax.enable_x64(True):
-        *_, plain = trained(
-            table, family.layers, cross_entropy, batches, optax.sgd(0.2, momentum=0.5)
-        )
-    moved = [
-        np.abs(a - b).max()
-        for a, b in zip(jax.tree.leaves(results[0]), jax.tree.leaves(plain))
-    ]
+        *_, plain = trained(table, family.layers, cross_entropy, batches, optax.sgd(0.2, momentum=0.5))
+    moved = [np.abs(a - b).max() for a, b in zip(jax.tree.leaves(results[0]), jax.tree.leaves(plain))]
     assert (max(moved) > 1e-6) == (name != "gpipe")
 
 
@@ -230,9 +210,7 @@ def test_replicas_that_share_the_update_compute_the_same():
 
 def rows_of(optimizer, schedule):
     family = FAMILIES["mlp"]
-    pipe = jpipe.Pipeline(
-        family.layers, loss=cross_entropy, optimizer=optimizer, schedule=schedule
-    )
+    pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optimizer, schedule=schedule)
     state = pipe.init(jax.random.key(0), family.batches(1, 4)[0])
     return state.program.engine.lowered.rows, pipe, state
 
@@ -247,9 +225,7 @@ def reading(name):
             updates = jax.tree.map(lambda u, w: u - 0.0 * w, updates, stale)
         return updates, state
 
-    return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update
-    )
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 @pytest.mark.exhaustive
@@ -262,9 +238,7 @@ def test_versions_are_kept_only_where_somebody_reads_them():
     for optimizer in (optax.chain(reading("takes"), optax.sgd(0.1)), optax.sgd(0.1)):
         plain, *_ = rows_of(optimizer, table)
         assert plain.num_versions.tolist() == [1, 1, 1] and plain.stale is None
-    synchronous, *_ = rows_of(
-        optax.chain(optim.compensate_delay(1.0), optax.sgd(0.1)), schedules.gpipe(3, 2)
-    )
+    synchronous, *_ = rows_of(optax.chain(optim.compensate_delay(1.0), optax.sgd(0.1)), schedules.gpipe(3, 2))
     assert synchronous.num_versions.tolist() == [1, 1, 1]
 
 
@@ -272,9 +246,7 @@ def test_versions_are_kept_only_where_somebody_reads_them():
 def test_memory_counts_the_versions():
     table = schedules.pipemare(3, 1, ticks="paired")
     _, pipe, _ = rows_of(optax.sgd(0.1), table)
-    _, asking, _ = rows_of(
-        optax.chain(optim.compensate_delay(1.0), optax.sgd(0.1)), table
-    )
+    _, asking, _ = rows_of(optax.chain(optim.compensate_delay(1.0), optax.sgd(0.1)), table)
     batch = FAMILIES["mlp"].batches(1, 4)[0]
     assert asking.memory(batch).weights == 6 * pipe.memory(batch).weights
 
@@ -290,9 +262,7 @@ def test_a_state_is_adopted_and_goes_on():
     with jax.enable_x64(True):
         for schedule in (table, schedules.emulated(table)):
             warm_up, late = (
-                jpipe.Pipeline(
-                    family.layers, loss=cross_entropy, optimizer=optimizer, schedule=s
-                )
+                jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optimizer, schedule=s)
                 for s in (schedules.gpipe(2, 2), schedule)
             )
             state = warm_up.init(jax.random.key(0), batches[0])

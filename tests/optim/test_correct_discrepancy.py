@@ -33,9 +33,7 @@ def test_is_the_formula(decay, forward, backward):
         velocity = gamma * velocity + (1 - gamma) * movement
     with jax.enable_x64(True):
         correct = jpipe.optim.correct_discrepancy(decay)
-        params, state = run(
-            correct, movements(), delay=forward, backward_delay=backward
-        )
+        params, state = run(correct, movements(), delay=forward, backward_delay=backward)
         found = jpipe.optim.corrected_params(params, state, gap)
     np.testing.assert_allclose(state.velocity, velocity, rtol=1e-12)
     np.testing.assert_allclose(found, weights - gap * velocity, rtol=1e-12)
@@ -85,9 +83,7 @@ def test_takes_a_delay_for_each_weight():
         {"w": jnp.full(2, 1 - 4 * 0.5)},
         None,
     ]
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, expected)
 
 
 @pytest.mark.parametrize("decay", [0, 1, -0.5, 1.5, np.nan])
@@ -106,8 +102,6 @@ def test_refuses_to_guess_the_delays(extra):
 def test_refuses_a_backward_on_older_weights_than_the_forward():
     correct = jpipe.optim.correct_discrepancy(0.5)
     with pytest.raises(ValueError, match="`delay - backward_delay` must be .* got -1"):
-        correct.update(
-            jnp.ones(2), correct.init(jnp.ones(2)), delay=3, backward_delay=4
-        )
+        correct.update(jnp.ones(2), correct.init(jnp.ones(2)), delay=3, backward_delay=4)
     with pytest.raises(ValueError, match="`delay` must be .* got -1"):
         jpipe.optim.correct_discrepancy(0.5, -1)

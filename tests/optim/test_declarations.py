@@ -19,9 +19,7 @@ velocity_hook = functools.partial(optim.velocity_predicted_params, learning_rate
 WRAPPERS = {
     "alone": lambda t: t,
     "chain": lambda t: optax.chain(optax.adam(0.1), t),
-    "nested chain": lambda t: optax.chain(
-        optax.chain(optax.sgd(0.1), t), optax.adam(1)
-    ),
+    "nested chain": lambda t: optax.chain(optax.chain(optax.sgd(0.1), t), optax.adam(1)),
     "named chain": lambda t: optax.named_chain(("sgd", optax.sgd(0.1)), ("last", t)),
     "masked": lambda t: optax.masked(t, {"a": True, "b": False}),
     "partition": lambda t: optax.partition(
@@ -74,9 +72,7 @@ def test_injected_hyperparameters():
 
 
 def test_extra_arguments_of_several_transforms():
-    chain = optax.chain(
-        optim.clip_by_global_norm(1.0), optax.adamw(0.1), optim.scale_by_delay(10)
-    )
+    chain = optax.chain(optim.clip_by_global_norm(1.0), optax.adamw(0.1), optim.scale_by_delay(10))
     assert optim.requested_extra_args(state_of(chain)) == {"global_norm", "delay"}
     assert optim.requested_extra_args(state_of(optax.adamw(0.1))) == frozenset()
 
@@ -87,9 +83,7 @@ def test_a_declared_state_may_contain_another():
         declaration = Declaration("outer", ("stale_weights",))
 
     def wrap(inner):
-        return optax.GradientTransformation(
-            lambda p: Outer(inner.init(p)), inner.update
-        )
+        return optax.GradientTransformation(lambda p: Outer(inner.init(p)), inner.update)
 
     state = state_of(wrap(optax.chain(optax.sgd(1), wrap(optim.scale_by_delay(10)))))
     names = [type(s).declaration.transform for s in declared_states(state)]
@@ -146,23 +140,17 @@ def test_the_hook_of_another_transform():
     """A hook for the right pass that reads another state leaves the transform unread."""
     both = optax.chain(optim.correct_discrepancy(), optim.predict_weights())
     hook = optim.predicted_params
-    with pytest.warns(
-        UserWarning, match="`correct_discrepancy` .* no `backward_params`"
-    ):
+    with pytest.warns(UserWarning, match="`correct_discrepancy` .* no `backward_params`"):
         optim.check_hooks(state_of(both), forward=hook, backward=hook)
     with pytest.raises(ValueError, match="reads the state of `predict_weights`"):
         optim.check_hooks(state_of(optim.correct_discrepancy()), backward=hook)
 
 
 def test_spike_compensation_works_with_and_without_its_hook(no_warning):
-    chain = optax.chain(
-        optim.spike_compensation(0.9), optax.scale_by_learning_rate(0.1)
-    )
+    chain = optax.chain(optim.spike_compensation(0.9), optax.scale_by_learning_rate(0.1))
     optim.check_hooks(state_of(chain))
     optim.check_hooks(state_of(chain), forward=velocity_hook)
-    with pytest.raises(
-        ValueError, match="velocity_predicted_params` reads the state of"
-    ):
+    with pytest.raises(ValueError, match="velocity_predicted_params` reads the state of"):
         optim.check_hooks(state_of(optax.sgd(0.1)), forward=velocity_hook)
 
 

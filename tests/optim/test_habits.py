@@ -21,9 +21,7 @@ TRANSFORMS = {
     "scale_by_nadam": (optim.scale_by_nadam, {}),
     "scale_by_basis_rotation": (optim.scale_by_basis_rotation, dict(frequency=2)),
     "rotation by momentum": (
-        functools.partial(
-            optim.scale_by_basis_rotation, source="momentum", sides="smaller"
-        ),
+        functools.partial(optim.scale_by_basis_rotation, source="momentum", sides="smaller"),
         dict(frequency=2),
     ),
     "error_feedback": (optim.error_feedback, {}),
@@ -33,9 +31,7 @@ TRANSFORMS = {
 HOOKS = {
     "correct_discrepancy": optim.corrected_params,
     "predict_weights": optim.predicted_params,
-    "spike_compensation": functools.partial(
-        optim.velocity_predicted_params, learning_rate=0.5
-    ),
+    "spike_compensation": functools.partial(optim.velocity_predicted_params, learning_rate=0.5),
 }
 DELAYS = dict(delay=3.0, backward_delay=1.0)
 
@@ -167,9 +163,7 @@ def test_is_mapped_over(name):
     def two_steps(params, delay):
         state = transform.init(params)
         for _ in range(2):
-            updates, state = transform.update(
-                params, state, params, delay=delay, backward_delay=0.0
-            )
+            updates, state = transform.update(params, state, params, delay=delay, backward_delay=0.0)
         return updates, state
 
     found = jax.vmap(two_steps)(stacked, delays)
@@ -199,9 +193,7 @@ def makes_a_transform(function) -> bool:
 
 
 def test_every_transform_is_here():
-    exported = {
-        name for name in optim.__all__ if makes_a_transform(getattr(optim, name))
-    }
+    exported = {name for name in optim.__all__ if makes_a_transform(getattr(optim, name))}
     functions = (transform for transform, _ in ALL_TRANSFORMS.values())
     assert exported == {f.__name__ for f in functions if hasattr(f, "__name__")}
 
@@ -239,9 +231,7 @@ WRAPPERS = {
     "multi_steps": lambda tx: optax.MultiSteps(tx, 1),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "masked": lambda tx: optax.masked(tx, lambda p: jax.tree.map(lambda _: True, p)),
-    "partition": lambda tx: optax.partition(
-        {True: tx, False: optax.chain(tx)}, layer_three
-    ),
+    "partition": lambda tx: optax.partition({True: tx, False: optax.chain(tx)}, layer_three),
 }
 
 

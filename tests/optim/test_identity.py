@@ -37,9 +37,7 @@ WRAPPERS = {
     "chain": lambda make: optax.chain(optax.identity(), make(1e-3)),
     "mask": lambda make: optax.masked(make(1e-3), {"w": True, "b": False}),
     "accumulation": lambda make: optax.MultiSteps(make(1e-3), 2),
-    "labels": lambda make: optax.partition(
-        {"a": make(1e-3)}, lambda params: jax.tree.map(lambda _: "a", params)
-    ),
+    "labels": lambda make: optax.partition({"a": make(1e-3)}, lambda params: jax.tree.map(lambda _: "a", params)),
     "finite": lambda make: optax.apply_if_finite(make(1e-3), 2),
     "hyperparameters": lambda make: optax.inject_hyperparams(make)(learning_rate=1e-3),
 }
@@ -49,9 +47,7 @@ def named():
     return [(i, name, o) for i, of in enumerate(ALIKE) for name, o in of.items()]
 
 
-@pytest.mark.parametrize(
-    "one, other", itertools.combinations(named(), 2), ids=lambda item: item[1]
-)
+@pytest.mark.parametrize("one, other", itertools.combinations(named(), 2), ids=lambda item: item[1])
 def test_who_may_take_over_a_state(one, other):
     found = difference(identity(one[2], PARAMS), identity(other[2], PARAMS))
     assert (found is None) == (one[0] == other[0])
@@ -61,15 +57,11 @@ def test_who_may_take_over_a_state(one, other):
 def test_wrappers_hide_nothing(wrapper):
     wrap = WRAPPERS[wrapper]
     adam = identity(wrap(optax.adam), PARAMS)
-    assert (
-        difference(identity(wrap(functools.partial(optax.adam)), PARAMS), adam) is None
-    )
+    assert difference(identity(wrap(functools.partial(optax.adam)), PARAMS), adam) is None
     for make in (optax.nadam, optax.yogi, optax.adabelief):
         assert difference(identity(wrap(make), PARAMS), adam)
 
 
 def test_a_switch_of_a_later_version_does_not_count():
     found = identity(optax.adam(1e-3), PARAMS)
-    assert (
-        difference(found, {**found, "switches": {"scale_by_adam.new": [True]}}) is None
-    )
+    assert difference(found, {**found, "switches": {"scale_by_adam.new": [True]}}) is None

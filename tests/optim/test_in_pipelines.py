@@ -24,9 +24,7 @@ def falling(count):
 
 
 def muon():
-    return optax.chain(
-        optax.contrib.muon(RATE, adam_learning_rate=RATE), optim.error_feedback()
-    )
+    return optax.chain(optax.contrib.muon(RATE, adam_learning_rate=RATE), optim.error_feedback())
 
 
 # Name -> the optimizer and the hooks.
@@ -37,15 +35,11 @@ METHODS = {
             optax.scale_by_learning_rate(RATE),
         )
     ),
-    "error feedback": lambda: dict(
-        optimizer=optax.chain(optax.adam(RATE), optim.error_feedback())
-    ),
+    "error feedback": lambda: dict(optimizer=optax.chain(optax.adam(RATE), optim.error_feedback())),
     "muon": lambda: dict(optimizer=muon()),
     "ema": lambda: dict(optimizer=optax.chain(optax.sgd(RATE), optim.ema_weights(0.9))),
     "prediction": lambda: dict(
-        optimizer=optax.chain(
-            optax.sgd(falling, momentum=0.9), optim.predict_weights(falling)
-        ),
+        optimizer=optax.chain(optax.sgd(falling, momentum=0.9), optim.predict_weights(falling)),
         forward_params=optim.predicted_params,
     ),
 }
@@ -54,9 +48,7 @@ METHODS = {
 def trained(schedule, num_steps, **options):
     """Weights and state after some minibatches, all of them complete."""
     family = FAMILIES["mlp"].in_dtype("float64")
-    pipe = jpipe.Pipeline(
-        family.layers, loss=cross_entropy, schedule=schedule, **options
-    )
+    pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, schedule=schedule, **options)
     batches = family.batches(num_steps, 4, np.float64)
     state = pipe.init(jax.random.key(0), batches[0])
     for batch in batches:
@@ -124,10 +116,7 @@ def test_the_average_of_a_pipeline_is_that_of_its_weights(devices):
     found = pipe.get_params(averaged)
     for layer in range(len(found)):
         of_layer = [tree[layer] for tree in history]
-        versions = [
-            np.concatenate([a.ravel() for a in jax.tree.leaves(tree)])
-            for tree in of_layer
-        ]
+        versions = [np.concatenate([a.ravel() for a in jax.tree.leaves(tree)]) for tree in of_layer]
         # A stage of a pipeline that fills has not updated in every step.
         moved = [b for a, b in zip(versions, versions[1:]) if (a != b).any()]
         coefficients = 0.5 ** np.arange(len(moved))[::-1]
@@ -156,17 +145,13 @@ def test_with_params_changes_a_tied_weight_everywhere():
     batch = {"inputs": np.ones((2, 4), np.float32)}
     state = pipe.init(jax.random.key(0), batch)
     before = pipe.get_params(state)
-    doubled = pipe.with_params(
-        state, lambda params, _: jax.tree.map(lambda a: 2 * a, params)
-    )
+    doubled = pipe.with_params(state, lambda params, _: jax.tree.map(lambda a: 2 * a, params))
     after = pipe.get_params(doubled)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(b, 2 * a), before, after)
 
 
 @pytest.mark.exhaustive
 def test_with_params_refuses_other_shapes():
-    pipe, state = trained(
-        schedules.emulated(schedules.gpipe(2, 1)), 1, optimizer=optax.sgd(0.1)
-    )
+    pipe, state = trained(schedules.emulated(schedules.gpipe(2, 1)), 1, optimizer=optax.sgd(0.1))
     with pytest.raises(ValueError, match="`function` of `with_params` returns other"):
         pipe.with_params(state, lambda params, _: params[:1])

@@ -42,17 +42,13 @@ def pytorch(gradients, rate, b1, b2, eps, psi, weight_decay):
 def test_is_pytorchs(b1, psi, weight_decay):
     expected = pytorch(gradients(), 0.01, b1, 0.95, 1e-6, psi, weight_decay)
     with jax.enable_x64(True):
-        found = run(
-            jpipe.optim.nadamw(0.01, b1, 0.95, 1e-6, psi, weight_decay), gradients()
-        )
+        found = run(jpipe.optim.nadamw(0.01, b1, 0.95, 1e-6, psi, weight_decay), gradients())
     np.testing.assert_allclose(found, expected, rtol=1e-11)
 
 
 def test_defaults_are_those_of_asynchronous_nesterov():
     expected = pytorch(gradients(), 0.01, 0.99, 0.999, 1e-8, 4e-3, 1e-4)
-    np.testing.assert_allclose(
-        run(jpipe.optim.nadamw(0.01), gradients()), expected, rtol=1e-5
-    )
+    np.testing.assert_allclose(run(jpipe.optim.nadamw(0.01), gradients()), expected, rtol=1e-5)
 
 
 def test_is_optax_nadamw_without_warm_up_of_the_momentum():
@@ -74,14 +70,10 @@ def test_steps_between_the_look_aheads_of_nesterovs_method():
         look_ahead.append(w + gamma * (w - last))
     with jax.enable_x64(True):
         found = run(
-            jpipe.optim.nadamw(
-                eta, gamma, eps=0.0, momentum_decay=1e9, weight_decay=0.0
-            ),
+            jpipe.optim.nadamw(eta, gamma, eps=0.0, momentum_decay=1e9, weight_decay=0.0),
             signs,
         )
-    np.testing.assert_allclose(
-        np.diff(found, axis=0)[80:], np.diff(look_ahead, axis=0)[80:], rtol=1e-9
-    )
+    np.testing.assert_allclose(np.diff(found, axis=0)[80:], np.diff(look_ahead, axis=0)[80:], rtol=1e-9)
 
 
 def test_decays_by_mask_and_schedule():

@@ -82,9 +82,7 @@ def test_takes_a_delay_for_each_weight():
     found = jpipe.optim.predicted_params(params, state, [{"w": 2, "b": 0}, 4, 1])
     expected = [{"w": jnp.full(2, 2), "b": jnp.zeros(1)}, {"w": jnp.full(2, 4)}, None]
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    found = jpipe.optim.predicted_params(
-        params, state, [{"w": 2, "b": 0}, 4, 1], lambda tau: tau + 1
-    )
+    found = jpipe.optim.predicted_params(params, state, [{"w": 2, "b": 0}, 4, 1], lambda tau: tau + 1)
     np.testing.assert_array_equal(found[0]["w"], np.full(2, 3))
 
 
@@ -109,9 +107,7 @@ def test_with_the_schedule_it_has_the_current_rate(s):
     for t, gradient in enumerate(gradients()):
         v = 0.9 * v + gradient
         w = w - 0.3 * (1 - t / 8) * v
-    optimizer = optax.chain(
-        optax.sgd(rate, momentum=0.9), jpipe.optim.predict_weights(rate)
-    )
+    optimizer = optax.chain(optax.sgd(rate, momentum=0.9), jpipe.optim.predict_weights(rate))
     with jax.enable_x64(True):
         params = jnp.ones(3)
         state = optimizer.init(params)

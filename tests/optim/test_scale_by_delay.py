@@ -119,9 +119,7 @@ def test_refuses_delays_that_are_none(delay, where):
 
 def test_refuses_to_guess_the_delay():
     scale = jpipe.optim.scale_by_delay(4)
-    with pytest.raises(
-        ValueError, match=r"`scale_by_delay` needs a delay, got none.*delay=4\)"
-    ):
+    with pytest.raises(ValueError, match=r"`scale_by_delay` needs a delay, got none.*delay=4\)"):
         scale.update(jnp.ones(2), scale.init(jnp.ones(2)))
 
 

@@ -79,23 +79,17 @@ def test_predicts_by_velocity(T):
     v = functools.reduce(lambda v, g: 0.9 * v + g, gradients())
     with jax.enable_x64(True):
         _, params, state = run(*descent(delay=4))
-        found = jpipe.optim.velocity_predicted_params(
-            params, state, T, learning_rate=RATE
-        )
+        found = jpipe.optim.velocity_predicted_params(params, state, T, learning_rate=RATE)
     np.testing.assert_allclose(found, np.asarray(params) - T * RATE * v, rtol=1e-12)
 
 
 def test_predicts_as_by_movement_if_nothing_is_compensated():
     _, params, state = run(*descent(delay=0))
-    by_velocity = jpipe.optim.velocity_predicted_params(
-        params, state, 5, learning_rate=RATE
-    )
+    by_velocity = jpipe.optim.velocity_predicted_params(params, state, 5, learning_rate=RATE)
     by_movement = jpipe.optim.predicted_params(params, state, 5)
     np.testing.assert_allclose(by_velocity, by_movement, rtol=1e-5)
     _, params, state = run(*descent(delay=4))
-    by_velocity = jpipe.optim.velocity_predicted_params(
-        params, state, 5, learning_rate=RATE
-    )
+    by_velocity = jpipe.optim.velocity_predicted_params(params, state, 5, learning_rate=RATE)
     by_movement = jpipe.optim.predicted_params(params, state, 5)
     assert not np.allclose(by_velocity, by_movement, rtol=1e-2)
 

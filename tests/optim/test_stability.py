@@ -58,9 +58,7 @@ def step(optimizer, delay, backward_delay, sensitivity, carry):
     read_backward = jnp.concatenate([now[None], read_backward])
     gradient = (1 + sensitivity) * read[delay]
     gradient -= sensitivity * read_backward[backward_delay]
-    updates, state = optimizer.update(
-        gradient, state, read[0], delay=delay, backward_delay=backward_delay
-    )
+    updates, state = optimizer.update(gradient, state, read[0], delay=delay, backward_delay=backward_delay)
     new = optax.apply_updates(read[0], updates)
     return jnp.concatenate([new[None], read[:-1]]), read_backward[:-1], state
 
@@ -83,14 +81,10 @@ def matrices(make_optimizer, delay, backward_delay, learning_rates, decay, sensi
     return jax.vmap(matrix)(learning_rates)
 
 
-def stable(
-    learning_rates, make_optimizer, delay, backward_delay=0, decay=0.0, sensitivity=0.0
-):
+def stable(learning_rates, make_optimizer, delay, backward_delay=0, decay=0.0, sensitivity=0.0):
     """Whether training with each learning rate is stable."""
     with jax.enable_x64(True):
-        steps = matrices(
-            make_optimizer, delay, backward_delay, learning_rates, decay, sensitivity
-        )
+        steps = matrices(make_optimizer, delay, backward_delay, learning_rates, decay, sensitivity)
     return np.abs(np.linalg.eigvals(steps)).max(axis=1) <= 1
 
 
@@ -256,9 +250,7 @@ def test_largest_curvature_is_the_largest_eigenvalue(eigenvalues):
         return w @ hessian @ w / 2 + jnp.sum(w)
 
     params = {"a": jnp.ones(2), "b": jnp.ones((1, 1)), "none": None}
-    found, count = optim.largest_curvature(
-        loss, params, jax.random.key(0), max_iterations=200, tolerance=1e-6
-    )
+    found, count = optim.largest_curvature(loss, params, jax.random.key(0), max_iterations=200, tolerance=1e-6)
     np.testing.assert_allclose(found, max(eigenvalues), rtol=1e-3, atol=1e-6)
     assert 1 <= count <= 400
 

@@ -1,7 +1,7 @@
 """Sums of gradients in a wider dtype than the weights have, against sums that NumPy takes in that dtype.
 
-The gradients of microbatches are whole numbers that bfloat16 holds, so the sums are exact: 256 and seven times 1 are 263
-in float32, which the optimizer gets as 264. In bfloat16 the sum stays at 256.
+The gradients of microbatches are whole numbers that bfloat16 holds, so the sums are exact: 256 and seven times 1 are
+263 in float32, which the optimizer gets as 264. In bfloat16 the sum stays at 256.
 """
 
 import jax
@@ -53,9 +53,7 @@ def make(schedule="gpipe", data=1, layers=None, **options):
         "accumulate_dtype": jnp.float32,
         "mesh": jpipe.make_mesh(stage=table.num_devices, data=data),
     } | options
-    return jpipe.Pipeline(
-        layers or [weight()] * LAYERS, loss=loss, schedule=table, **options
-    )
+    return jpipe.Pipeline(layers or [weight()] * LAYERS, loss=loss, schedule=table, **options)
 
 
 def weights(pipe, state):
@@ -135,16 +133,10 @@ def test_memory_counts_the_sums():
 @pytest.mark.parametrize("options", [{}, {"num_replicas": 2}], ids=str)
 def test_the_planner_counts_the_sums(options):
     schedule = schedule_named("one_f_one_b", 2, N)
-    narrow, wide = (
-        make("one_f_one_b", accumulate_dtype=d, boundaries=[2])
-        for d in (None, jnp.float32)
-    )
+    narrow, wide = (make("one_f_one_b", accumulate_dtype=d, boundaries=[2]) for d in (None, jnp.float32))
     profile = timed(narrow.profile(batch(), programs=()), forward=1.0)
     machine = Machine(num_devices=4, bandwidth=(1.0,))
-    plain, got = (
-        predict(schedule, profile, [2], machine, accumulate_dtype=d, **options)
-        for d in (None, jnp.float32)
-    )
+    plain, got = (predict(schedule, profile, [2], machine, accumulate_dtype=d, **options) for d in (None, jnp.float32))
     assert plain.memory.gradients == narrow.memory(batch()).gradients
     assert got.memory.gradients == wide.memory(batch()).gradients
     assert got.memory.padding == plain.memory.padding == 0

@@ -1,4 +1,6 @@
-"""Gradients that are accumulated as factors: equal to a plain loop of the recursion, and never formed before the update."""
+"""Gradients that are accumulated as factors: equal to a plain loop of the recursion, and never formed before the
+update.
+"""
 
 import functools
 
@@ -17,10 +19,7 @@ from jpipe.compress import PowerSGD, StreamingPCA
 
 KEY, RANK, N = jax.random.key(0), 2, 4
 WIDTHS = (12, 20, 20, 20, 8)
-LAYERS = [
-    functools.partial(nnx.Linear, a, b)
-    for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)
-]
+LAYERS = [functools.partial(nnx.Linear, a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)]
 close = functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6)
 
 
@@ -94,10 +93,7 @@ def by_hand(params, data, replicas=1, learning_rate=0.2, momentum=0.9):
         of_biases = [np.zeros_like(b) for b in biases]
         for i in range(N):
             # A part has microbatch i of every replica.
-            x, y = (
-                np.concatenate([np.split(part, N)[i] for part in of_name])
-                for of_name in rows
-            )
+            x, y = (np.concatenate([np.split(part, N)[i] for part in of_name]) for of_name in rows)
             values = [x.astype(np.float64)]
             for w, b in zip(weights, biases):
                 values.append(values[-1] @ w + b)
@@ -136,9 +132,7 @@ SYNCHRONOUS = ["gpipe", "one_f_one_b", "one_f_one_b/unit", "zero_bubble_h1"]
 def test_equals_the_recursion_by_hand(schedule, data):
     pipe = make(schedule, data)
     state, metrics = trained(pipe)
-    params, _, norms = by_hand(
-        pipe.get_params(pipe.init(KEY, batches(1)[0])), batches(3), data
-    )
+    params, _, norms = by_hand(pipe.get_params(pipe.init(KEY, batches(1)[0])), batches(3), data)
     jax.tree.map(close, pipe.get_params(state), params)
     close([m["gradient_norm"] for m in metrics], norms)
 
@@ -183,10 +177,7 @@ def test_replicas_are_equal():
 def test_clipping_and_recompute():
     """The norm that clips is that of the whole gradient, and recomputing changes nothing."""
     clipped = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.sgd(0.2))
-    states = [
-        trained(make(optimizer=clipped, recompute=recompute))[0]
-        for recompute in ("none", "full")
-    ]
+    states = [trained(make(optimizer=clipped, recompute=recompute))[0] for recompute in ("none", "full")]
     jax.tree.map(close, *(s.parameters for s in states))
     pipe = make(optimizer=clipped)
     start = pipe.get_params(pipe.init(KEY, batches(1)[0]))
@@ -252,9 +243,7 @@ def test_products_of_any_shape_are_the_gradients():
     batch = {"inputs": x, "targets": rng.standard_normal((4, 6, 24)).astype("f")}
     kinds = []
     for accumulate in (StreamingPCA(1), None):
-        pipe = make(
-            jpipe.schedules.gpipe(2, 1), layers=layers, accumulate_gradients=accumulate
-        )
+        pipe = make(jpipe.schedules.gpipe(2, 1), layers=layers, accumulate_gradients=accumulate)
         state = pipe.init(KEY, batch)
         kinds.append(state.program.stages.layer_kinds)
         params = pipe.get_params(state)
@@ -280,9 +269,7 @@ def test_products_of_any_shape_are_the_gradients():
         (0, "['out']['kernel']"),
         (1, "['kernel']"),
     }
-    make(jpipe.schedules.gpipe(2, 1), layers=layers).step(
-        state_of(layers, batch), batch
-    )
+    make(jpipe.schedules.gpipe(2, 1), layers=layers).step(state_of(layers, batch), batch)
 
 
 def state_of(layers, batch):

@@ -23,14 +23,10 @@ def test_adopt_goes_on_as_if_nothing_had_happened():
     plain = oracles.PlainModel(family.layers, jax.random.key(0))
     batches = family.batches(4, 12)
     optimizer = optax.sgd(optax.linear_schedule(0.5, 0.0, 5), momentum=0.9)
-    losses, _, params = oracles.train(
-        plain, plain.params, cross_entropy, optimizer, batches
-    )
+    losses, _, params = oracles.train(plain, plain.params, cross_entropy, optimizer, batches)
 
     shared = dict(loss=cross_entropy, optimizer=optimizer)
-    first = jpipe.Pipeline(
-        family.layers, schedule=SCHEDULES.one_f_one_b(2, 4), **shared
-    )
+    first = jpipe.Pipeline(family.layers, schedule=SCHEDULES.one_f_one_b(2, 4), **shared)
     second = jpipe.Pipeline(
         family.layers,
         schedule=SCHEDULES.gpipe(3, 6),
@@ -61,9 +57,7 @@ def test_adopt_goes_on_as_if_nothing_had_happened():
         optimizer=optax.adam(0.1),
         schedule=SCHEDULES.gpipe(1, 3),
     )
-    with pytest.raises(
-        ValueError, match="another optimizer: this pipeline keeps .*(count|mu)"
-    ):
+    with pytest.raises(ValueError, match="another optimizer: this pipeline keeps .*(count|mu)"):
         third.adopt(state)
 
 
@@ -80,9 +74,7 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
         def __call__(self, params, x):
             return plain(low(params), low(x)).astype(jnp.float32)
 
-    losses, _, params = oracles.train(
-        LowPrecision(), plain.params, cross_entropy, optax.sgd(0.5), batches
-    )
+    losses, _, params = oracles.train(LowPrecision(), plain.params, cross_entropy, optax.sgd(0.5), batches)
     pipe = jpipe.Pipeline(
         family.layers,
         loss=cross_entropy,
@@ -94,9 +86,7 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-2)
-    for got, want in zip(
-        jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(params), strict=True
-    ):
+    for got, want in zip(jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(params), strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
     assert state.program.stages.activations.arrays.keys() == {"bfloat16[8, 8]"}
@@ -104,9 +94,7 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
 
 
 def test_compute_dtype_must_be_floating():
-    with pytest.raises(
-        ValueError, match="`compute_dtype` must be a floating-point dtype"
-    ):
+    with pytest.raises(ValueError, match="`compute_dtype` must be a floating-point dtype"):
         jpipe.Pipeline(
             FAMILIES["mlp"].layers,
             loss=cross_entropy,
@@ -125,9 +113,7 @@ def squares(outputs, batch):
 
 def batch_of(size, seed=0):
     rng = np.random.default_rng(seed)
-    return {
-        k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")
-    }
+    return {k: rng.normal(size=(size, 4)).astype(np.float32) for k in ("inputs", "targets")}
 
 
 def make(schedule, **options):
@@ -153,9 +139,7 @@ def test_adopt_from_replicas_keeps_the_whole_minibatch():
     pipes = [make(SCHEDULES.gpipe(2, 2), mesh=mesh) for mesh in meshes]
     alone = make(SCHEDULES.gpipe(2, 2))
     start = alone.init(jax.random.key(0), batch_of(8))
-    state = pipes[0].init(
-        jax.random.key(0), batch_of(8), params=alone.get_params(start)
-    )
+    state = pipes[0].init(jax.random.key(0), batch_of(8), params=alone.get_params(start))
     for i, pipe in enumerate(pipes):
         if i:
             state = pipe.adopt(state)
@@ -168,10 +152,7 @@ def test_adopt_from_replicas_keeps_the_whole_minibatch():
 @pytest.mark.exhaustive
 def test_adopt_keeps_a_loss_scale_that_moves():
     scale = jpipe.LossScale(initial=4.0, growth_interval=2, largest=64.0)
-    one, two = (
-        make(SCHEDULES.gpipe(n, 2), optimizer=optax.sgd(0.1), loss_scale=scale)
-        for n in (2, 4)
-    )
+    one, two = (make(SCHEDULES.gpipe(n, 2), optimizer=optax.sgd(0.1), loss_scale=scale) for n in (2, 4))
     state = one.init(jax.random.key(0), batch_of(4))
     for seed in range(3):  # grows after 2 updates, and is half way to the next growth
         state, metrics = one.step(state, batch_of(4, seed))
@@ -257,9 +238,7 @@ def test_a_real_skip_on_one_stage_is_kept():
 
     layers = [functools.partial(nnx.Linear, 4, 4)] * 2 + [Breaks]
     layers += [functools.partial(nnx.Linear, 4, 4)]
-    options = dict(
-        loss=loss, optimizer=optax.adam(0.1), schedule=SCHEDULES.pipedream(2, 2)
-    )
+    options = dict(loss=loss, optimizer=optax.adam(0.1), schedule=SCHEDULES.pipedream(2, 2))
     pipe = jpipe.Pipeline(layers, boundaries=[2], **options)
     state = pipe.init(jax.random.key(0), batch_of(4))
     huge = jax.tree.map(lambda a: a + 1e5, batch_of(4))
@@ -278,10 +257,7 @@ def test_a_real_skip_on_one_stage_is_kept():
 
 
 def test_adopt_refuses_to_drop_the_optimizers_state():
-    adam, plain = (
-        make(SCHEDULES.gpipe(2, 2), optimizer=o)
-        for o in (optax.adamw(0.1), optax.sgd(0.1))
-    )
+    adam, plain = (make(SCHEDULES.gpipe(2, 2), optimizer=o) for o in (optax.adamw(0.1), optax.sgd(0.1)))
     state = adam.init(jax.random.key(0), batch_of(4))
     with pytest.raises(
         ValueError,

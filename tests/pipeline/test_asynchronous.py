@@ -19,9 +19,7 @@ def paired_delay(S, N):
 
     def delay(s, j):
         # Versions not yet written when microbatch j of its minibatch runs forward: those of backwards due later.
-        return (
-            math.ceil((2 * (S - 1 - s) + 1 - j) / N) if 2 * (S - 1 - s) + 1 > j else 0
-        )
+        return math.ceil((2 * (S - 1 - s) + 1 - j) / N) if 2 * (S - 1 - s) + 1 > j else 0
 
     return delay
 
@@ -49,9 +47,7 @@ CASES = [
     ("pipedream", "mlp", 4, 1, "paired", STASHED, "sgd", "none", "T1"),
     ("pipedream", "mlp", 3, 5, "paired", {}, "sgd", "none", "clipping"),
     ("pipedream", "mlp", 4, 1, "unit", {}, "momentum", "none", "prediction"),
-    slow(
-        ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none", "prediction")
-    ),
+    slow(("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none", "prediction")),
     slow(("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none", "none")),
     ("pipedream_2bw", "mlp", 1, 1, "paired", {}, "sgd", "none", "T1"),
     ("pipedream_2bw", "mlp", 4, 7, "paired", {}, "adamw", "full", "clipping"),
@@ -70,16 +66,12 @@ CASES = [
     ("pipedream", "mlp", 3, 2, "paired", {}, "nadamw", "none", "none"),
     ("pipedream", "transformer", 2, 1, "paired", {}, "sgd", "none", "none", "float32"),
     slow(("pipedream", "mlp", 4, 1, "unit", {}, "spike", "full", "none", "float32")),
-    slow(
-        ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "adamw", "none", "T1", "float32")
-    ),
+    slow(("pipedream_2bw", "mlp", 3, 5, "paired", {}, "adamw", "none", "T1", "float32")),
     ("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2", "float32"),
     ("pipemare", "mlp", 3, 4, "unit", {}, "sgd", "full", "all", "float32"),
 ]
 OPTIMIZERS = {
-    "spike": optax.chain(
-        jpipe.optim.spike_compensation(0.8), optax.scale_by_learning_rate(0.02)
-    ),
+    "spike": optax.chain(jpipe.optim.spike_compensation(0.8), optax.scale_by_learning_rate(0.02)),
     "nadamw": jpipe.optim.nadamw(1e-2),
     "sgd": optax.sgd(0.2),
     "momentum": optax.sgd(0.05, momentum=0.9),
@@ -135,10 +127,7 @@ def test_equals_the_definition(case):
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
         microbatches = family.batches(ROUNDS * N, 2, np.dtype(dtype))
         batches = [
-            jax.tree.map(
-                lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]
-            )
-            for i in range(ROUNDS)
+            jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]) for i in range(ROUNDS)
         ]
         traced = []
 
@@ -153,9 +142,7 @@ def test_equals_the_definition(case):
             recompute=recompute,
             **corrected(optimizer, corrections),
         )
-        stage_of_layer = [
-            r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)
-        ]
+        stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
 
         delay = (paired_delay if ticks == "paired" else unit_delay)(S, N)
         if name == "pipedream_2bw":

@@ -15,9 +15,7 @@ SGD = optax.inject_hyperparams(optax.sgd)
 SCHEDULES = jpipe.schedules
 
 
-LAYER = jpipe.InitApply(
-    lambda key, x: {"w": jnp.zeros(4)}, lambda params, x: x + params["w"].sum()
-)
+LAYER = jpipe.InitApply(lambda key, x: {"w": jnp.zeros(4)}, lambda params, x: x + params["w"].sum())
 
 
 def pipeline(optimizer, schedule=None, data=1, num_layers=None, **options):
@@ -50,9 +48,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_rate_is_set_on_every_device(case):
     options, schedule = CASES[case]
-    pipe = pipeline(
-        SGD(learning_rate=0.5, momentum=0.0), schedule and schedule(), **options
-    )
+    pipe = pipeline(SGD(learning_rate=0.5, momentum=0.0), schedule and schedule(), **options)
     state = pipe.init(KEY, BATCH)
     state, _ = pipe.step(state, BATCH)
     np.testing.assert_array_equal(weights(pipe, state), -0.5)
@@ -76,16 +72,11 @@ def test_microbatches_in_flight_stay():
 
 def by_layer(params):
     label = dict(enumerate("ab"))
-    return [
-        tree and jax.tree.map(lambda _, i=i: label[i], tree)
-        for i, tree in enumerate(params)
-    ]
+    return [tree and jax.tree.map(lambda _, i=i: label[i], tree) for i, tree in enumerate(params)]
 
 
 def test_several_of_one_name_go_by_their_paths():
-    optimizer = optax.multi_transform(
-        {"a": SGD(learning_rate=0.5), "b": SGD(learning_rate=1.0)}, by_layer
-    )
+    optimizer = optax.multi_transform({"a": SGD(learning_rate=0.5), "b": SGD(learning_rate=1.0)}, by_layer)
     pipe = pipeline(optimizer)
     state = pipe.init(KEY, BATCH)
     paths = [name for name in pipe.get_hyperparams(state) if "learning_rate" in name]
@@ -137,9 +128,7 @@ def test_another_pipeline_takes_over_values_or_begins_with_its_own(schedule, tmp
 
 def test_a_state_of_another_first_value_is_not_taken_for_ones_own():
     state = pipeline(SGD(learning_rate=0.5)).init(KEY, BATCH)
-    with pytest.raises(
-        ValueError, match="another pipeline, which differs in `optimizer`"
-    ):
+    with pytest.raises(ValueError, match="another pipeline, which differs in `optimizer`"):
         pipeline(SGD(learning_rate=0.25)).step(state, BATCH)
 
 
@@ -147,10 +136,7 @@ def trained_layers(*trained):
     """SGD with momentum on some layers; the others stay."""
 
     def labels(params):
-        return [
-            tree and jax.tree.map(lambda _, i=i: str(i in trained), tree)
-            for i, tree in enumerate(params)
-        ]
+        return [tree and jax.tree.map(lambda _, i=i: str(i in trained), tree) for i, tree in enumerate(params)]
 
     sgd = optax.sgd(1.0, momentum=0.5)
     return optax.multi_transform({"True": sgd, "False": optax.set_to_zero()}, labels)

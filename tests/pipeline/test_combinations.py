@@ -1,4 +1,6 @@
-"""The table of docs/how_to/combinations.md: what it names is refused before a compile, and all other pairs are accepted."""
+"""The table of docs/how_to/combinations.md: what it names is refused before a compile, and all other pairs are
+accepted.
+"""
 
 import functools
 import itertools
@@ -89,12 +91,7 @@ def check(*features):
     """Makes a pipeline with these features, and its programs without compiling one."""
     layers = [
         Embed,
-        *[
-            functools.partial(
-                Inner, reports=REPORTS in features, has_state=STATE in features
-            )
-        ]
-        * 2,
+        *[functools.partial(Inner, reports=REPORTS in features, has_state=STATE in features)] * 2,
         Head,
     ]
     options = {"optimizer": optax.adam(0.1)}
@@ -127,9 +124,7 @@ def check(*features):
         axis_rules=rules or None,
         **options,
     )
-    if (
-        not {"device_memory", "strategy"} & options.keys()
-    ):  # these compile, and read a file
+    if not {"device_memory", "strategy"} & options.keys():  # these compile, and read a file
         pipe.partition(BATCH)
 
 
@@ -151,9 +146,7 @@ def table():
 REFUSED = table()
 
 
-@pytest.mark.parametrize(
-    "pair", [p for p in PAIRS if frozenset(p) in REFUSED], ids=" x ".join
-)
+@pytest.mark.parametrize("pair", [p for p in PAIRS if frozenset(p) in REFUSED], ids=" x ".join)
 def test_refused_pairs(pair):
     with refused(r"(?i)leave|exclude|without|choose|use|take"):
         check(*pair)
@@ -164,8 +157,6 @@ def test_the_table_has_known_features_only():
 
 
 @pytest.mark.sampled(25)
-@pytest.mark.parametrize(
-    "pair", [p for p in PAIRS if frozenset(p) not in REFUSED], ids=" x ".join
-)
+@pytest.mark.parametrize("pair", [p for p in PAIRS if frozenset(p) not in REFUSED], ids=" x ".join)
 def test_all_other_pairs_are_accepted(pair):
     check(*pair)

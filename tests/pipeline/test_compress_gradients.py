@@ -45,9 +45,7 @@ def make(compressor, schedule="one_f_one_b", data=2, optimizer=None, **options):
     optimizer = optimizer or optax.sgd(0.5, momentum=0.9)
     options = {"loss": loss, "mesh": mesh} | options
     options["schedule"] = table
-    return jpipe.Pipeline(
-        LAYERS, optimizer=optimizer, compress_gradients=compressor, **options
-    )
+    return jpipe.Pipeline(LAYERS, optimizer=optimizer, compress_gradients=compressor, **options)
 
 
 def trained(pipe, number=3, spoil=None):
@@ -87,10 +85,7 @@ LOSSY = [
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
 @pytest.mark.sampled(9)
 def test_without_loss_it_is_the_plain_run(compressor, schedule):
-    got, want = (
-        make(c, schedule).get_params(trained(make(c, schedule))[0])
-        for c in (compressor, None)
-    )
+    got, want = (make(c, schedule).get_params(trained(make(c, schedule))[0]) for c in (compressor, None))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -115,12 +110,7 @@ def error_feedback(compressor, pipe, number):
     for batch in batches(number):
         halves = [slice(0, 8), slice(8, 16)]
         grads = [
-            jax.tree.leaves(
-                gradient(
-                    tree.unflatten(leaves), batch["inputs"][h], batch["targets"][h]
-                )
-            )
-            for h in halves
+            jax.tree.leaves(gradient(tree.unflatten(leaves), batch["inputs"][h], batch["targets"][h])) for h in halves
         ]
         sent = [[], []]
         for r in range(2):
@@ -220,9 +210,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_no_trace(compressor
     state, metrics = trained(pipe, 3, spoil=2)
     assert metrics[-1]["skipped_updates"].all()
     jax.tree.map(np.testing.assert_array_equal, state.gradient_compression, kept)
-    jax.tree.map(
-        np.testing.assert_array_equal, state.parameters, trained(pipe, 2)[0].parameters
-    )
+    jax.tree.map(np.testing.assert_array_equal, state.parameters, trained(pipe, 2)[0].parameters)
     state, of_step = pipe.step(state, batches(1)[0])
     assert np.isfinite(of_step["loss"]) and not np.any(of_step["skipped_updates"])
 
@@ -325,9 +313,7 @@ def test_another_pipeline_starts_anew_and_says_so(other, tmp_path):
         checkpoints.wait()
         with pytest.warns(UserWarning, match="compression starts anew"):
             restored = checkpoints.restore(make(other), batches(1)[0])
-    jax.tree.map(
-        np.testing.assert_array_equal, restored.state.parameters, adopted.parameters
-    )
+    jax.tree.map(np.testing.assert_array_equal, restored.state.parameters, adopted.parameters)
 
 
 def test_a_state_of_other_compressors_is_refused():

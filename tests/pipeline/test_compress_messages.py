@@ -63,9 +63,7 @@ def trained(pipe, number=3, poison=False):
         ("one_f_one_b/unit/1-2", {}),
     ],
 )
-@pytest.mark.parametrize(
-    "compress", [Threshold(1.0), TopK(1.0), Cast("float32")], ids=str
-)
+@pytest.mark.parametrize("compress", [Threshold(1.0), TopK(1.0), Cast("float32")], ids=str)
 @pytest.mark.sampled(9)
 def test_without_loss_it_is_the_plain_run(schedule, options, compress):
     got, want = (trained(make(c, schedule, **options)) for c in (compress, None))
@@ -74,7 +72,9 @@ def test_without_loss_it_is_the_plain_run(schedule, options, compress):
 
 
 def masked_training(compressor, S, N, number, straight_through=None):
-    """A plain loop: autodiff through `where(mask, x, 0)` between stages, a compressor each, microbatch by microbatch."""
+    """A plain loop: autodiff through `where(mask, x, 0)` between stages, a compressor each, microbatch by
+    microbatch.
+    """
     params = []
     for i, make_layer in enumerate(LAYERS):
         module = make_layer(rngs=nnx.Rngs(jax.random.fold_in(KEY, i)))
@@ -109,9 +109,7 @@ def masked_training(compressor, S, N, number, straight_through=None):
                 h = arrived
             value, gradient = jax.value_and_grad(forward)(params, x, y, change)
             values.append(float(value))
-            total = (
-                gradient if total is None else jax.tree.map(jnp.add, total, gradient)
-            )
+            total = gradient if total is None else jax.tree.map(jnp.add, total, gradient)
         params = jax.tree.map(lambda w, g: w - 0.1 * g / N, params, total)
         losses.append(np.mean(values))
     return losses, params
@@ -351,14 +349,10 @@ def test_integers_alone_are_refused():
         jpipe.Function(lambda x: x * 1.0),
     ]
     pipe = make(Cast(), layers=layers)
-    with pytest.raises(
-        ValueError, match="from stage 0 to stage 1 has none: its arrays are of int32"
-    ):
+    with pytest.raises(ValueError, match="from stage 0 to stage 1 has none: its arrays are of int32"):
         pipe.init(KEY, batches(1)[0])
 
 
 def test_a_message_that_a_compressor_cannot_take_is_named():
-    with pytest.raises(
-        ValueError, match="the message from stage 0 to stage 1: as a matrix of 2 x 16"
-    ):
+    with pytest.raises(ValueError, match="the message from stage 0 to stage 1: as a matrix of 2 x 16"):
         make(PowerSGD(3)).init(KEY, batches(1)[0])

@@ -31,9 +31,7 @@ def assert_copies_equal(state, table):
             ):
                 for a in jax.tree.leaves(groups[group]):
                     versions = a.shape[0] // table.num_devices
-                    rows = np.asarray(a).reshape(
-                        table.num_devices, versions, *a.shape[1:]
-                    )
+                    rows = np.asarray(a).reshape(table.num_devices, versions, *a.shape[1:])
                     if group in ("parameters", "read_parameters"):
                         left = rows[d, lowered.rows.of_chunk(s, d, chunk)]
                         of_other = lowered.rows.of_chunk(s, other, other_chunk)
@@ -67,9 +65,7 @@ def test_synchronous_tables_equal_the_plain_model(family, schedule, S, N, recomp
         table = schedule_named(schedule, S, N)
         plain = oracles.PlainModel(family.layers, jax.random.key(7))
         batches = family.batches(3, 2 * N, "float64")
-        optimizer = optax.chain(
-            jpipe.optim.clip_by_global_norm(0.5), optax.sgd(1.0, momentum=0.5)
-        )
+        optimizer = optax.chain(jpipe.optim.clip_by_global_norm(0.5), optax.sgd(1.0, momentum=0.5))
         pipe = jpipe.Pipeline(
             family.layers,
             loss=cross_entropy,
@@ -122,10 +118,7 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
         microbatches = family.batches(ROUNDS * N, 2, "float64")
         batches = [
-            jax.tree.map(
-                lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]
-            )
-            for i in range(ROUNDS)
+            jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]) for i in range(ROUNDS)
         ]
         optimizer = optax.sgd(0.05, momentum=0.9)
         corrections, chain, hooks = {}, optimizer, {}
@@ -150,9 +143,7 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
             recompute=recompute,
             **hooks,
         )
-        stage_of_layer = [
-            r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)
-        ]
+        stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
         delay = oracles.delay_with_copies(replicas, N, ticks)
         if name == "pipedream_2bw":
             delay = lambda s, j: 1  # noqa: E731
@@ -316,26 +307,20 @@ def test_copies_and_replicas_of_the_pipeline():
             overlap=overlap,
         )
         state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-        losses, _, params = oracles.train(
-            plain, plain.params, cross_entropy, optax.sgd(0.5), batches
-        )
+        losses, _, params = oracles.train(plain, plain.params, cross_entropy, optax.sgd(0.5), batches)
         for batch, loss in zip(batches, losses):
             state, metrics = pipe.step(state, batch)
             np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
         assert_close(pipe.get_params(state), params, "float32")
         assert_copies_equal(state, table)
         outputs = pipe.predict(state, batches[0])
-        assert_close(
-            outputs, np.asarray(plain(params, batches[0]["inputs"])), "float32"
-        )
+        assert_close(outputs, np.asarray(plain(params, batches[0]["inputs"])), "float32")
 
 
 def assert_trains_as(plain, pipe, batches):
     """The pipeline of `optax.sgd(0.5)` ends with the weights of the plain model, and equal copies."""
     state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-    _, _, params = oracles.train(
-        plain, plain.params, cross_entropy, optax.sgd(0.5), batches
-    )
+    _, _, params = oracles.train(plain, plain.params, cross_entropy, optax.sgd(0.5), batches)
     for batch in batches:
         state, _ = pipe.step(with_nan_buffers(state), batch)
     assert_close(pipe.get_params(state), params, "float32")
@@ -365,9 +350,7 @@ def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
             state, metrics = pipe.step(state, batch)
         assert_copies_equal(state, table)
         found.append((np.asarray(metrics["loss"]), pipe.get_params(state)))
-        permutes.append(
-            pipe.compile(batches[0]).as_text().count(" collective-permute(")
-        )
+        permutes.append(pipe.compile(batches[0]).as_text().count(" collective-permute("))
     assert permutes[1] > permutes[0]
     assert_close(found[1][0], found[0][0], "float32")
     assert_close(found[1][1], found[0][1], "float32")
@@ -405,9 +388,7 @@ def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
     batch = family.batches(1, 2 * N)[0]
     text = pipe.compile(batch).as_text()
     between_copies, elsewhere = 0, 0
-    for shape, groups in re.findall(
-        r"= (.*?) all-reduce\(.*replica_groups=(\S+)", text
-    ):
+    for shape, groups in re.findall(r"= (.*?) all-reduce\(.*replica_groups=(\S+)", text):
         dims = re.findall(r"\w+\[([\d,]*)\]", shape)
         size = sum(math.prod(int(n) for n in d.split(",") if n) for d in dims)
         if groups.startswith("{{0,1,2},{3}}"):
@@ -425,9 +406,7 @@ def test_copies_at_different_positions_of_their_devices():
     table = jpipe.Schedule.from_text(COPIES_IN_TURN, name="in turn").check()
     plain = oracles.PlainModel(family.layers, jax.random.key(7))
     batches = family.batches(2, 4)
-    pipe = jpipe.Pipeline(
-        family.layers, loss=cross_entropy, optimizer=optax.sgd(0.5), schedule=table
-    )
+    pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optax.sgd(0.5), schedule=table)
     assert_trains_as(plain, pipe, batches)
 
 
@@ -472,9 +451,7 @@ def test_a_state_goes_from_copies_to_none_and_back(tmp_path):
             if pipe is not without:
                 assert_copies_equal(restored, pipe.schedule)
             pipe.step(restored, batches[1])
-    assert np.isfinite(
-        with_copies.evaluate(with_copies.adopt(there), batches[0])["loss"]
-    )
+    assert np.isfinite(with_copies.evaluate(with_copies.adopt(there), batches[0])["loss"])
 
 
 @pytest.mark.exhaustive
@@ -482,9 +459,7 @@ def test_memory_counts_every_copy():
     family, N = FAMILIES["mlp"], 3
     batch = family.batches(1, 2 * N)[0]
     table = jpipe.schedules.gpipe(2, N, replicas=(2, 1))
-    pipe = jpipe.Pipeline(
-        family.layers, loss=cross_entropy, optimizer=optax.adam(1e-2), schedule=table
-    )
+    pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optax.adam(1e-2), schedule=table)
     memory = pipe.memory(batch)
     stages = [record.parameter_bytes for record in pipe.partition(batch)]
     whole = memory.weights + memory.optimizer + memory.gradients
@@ -501,9 +476,7 @@ def test_no_builder_mixes_minibatches_on_copies():
                 table = jpipe.schedules.pipemare(len(replicas), N, ticks, replicas)
                 forward = table.by_stage(table.forward_ticks())
                 assert (np.ptp(forward, axis=0) < table.num_ticks).all()
-                assert not any(
-                    mixes_minibatches(table, s) for s in range(len(replicas))
-                )
+                assert not any(mixes_minibatches(table, s) for s in range(len(replicas)))
 
 
 AHEAD = """
@@ -519,9 +492,7 @@ U0              U0
 def test_mutable_state_is_refused_where_a_copy_is_a_minibatch_ahead():
     model, _ = MODELS["vgg"]
     table = jpipe.Schedule.from_text(AHEAD, name="ahead").check()
-    pipe = jpipe.Pipeline(
-        model.layers(), loss=cross_entropy, optimizer=optax.sgd(0.1), schedule=table
-    )
+    pipe = jpipe.Pipeline(model.layers(), loss=cross_entropy, optimizer=optax.sgd(0.1), schedule=table)
     message = "has mutable state, and schedule 'ahead' runs forwards of two minibatches"
     with pytest.raises(ValueError, match=message):
         pipe.init(jax.random.key(0), image_batches(1, 2)[0])

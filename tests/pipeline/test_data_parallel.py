@@ -24,9 +24,7 @@ CASES = [
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute,R", CASES)
 @pytest.mark.sampled(3)
-def test_equals_the_plain_model_on_the_whole_batch(
-    family, schedule, S, N, recompute, R
-):
+def test_equals_the_plain_model_on_the_whole_batch(family, schedule, S, N, recompute, R):
     with jax.enable_x64(True):
         family, table = (
             FAMILIES[family].in_dtype("float64"),
@@ -114,9 +112,7 @@ def test_each_device_only_receives_its_share():
     shapes = {s.data.shape for s in placed["inputs"].addressable_shards}
     assert shapes == {(8, 6)}
     compiled = pipe.compile(batch)
-    (_, batch_shardings, _), _ = (
-        compiled.input_shardings
-    )  # state, batch, rows of the table
+    (_, batch_shardings, _), _ = compiled.input_shardings  # state, batch, rows of the table
     assert batch_shardings["inputs"].shard_shape((16, 6)) == (8, 6)
 
 

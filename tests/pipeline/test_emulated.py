@@ -1,4 +1,6 @@
-"""An emulated table computes on one device what the table computes on many: step by step, and in all that a pipeline does."""
+"""An emulated table computes on one device what the table computes on many: step by step, and in all that a pipeline
+does.
+"""
 
 import functools
 import re
@@ -48,9 +50,7 @@ PREDICTION = dict(
     optimizer=optax.chain(optax.sgd(0.05, momentum=0.9), jpipe.optim.predict_weights()),
     forward_params=jpipe.optim.predicted_params,
 )
-CLIPPING = dict(
-    optimizer=optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.sgd(0.2))
-)
+CLIPPING = dict(optimizer=optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.sgd(0.2)))
 # schedule, S, N, family, dtype, options of the pipeline
 CASES = {
     "zb-v": ("zero_bubble_v", 4, 4, "mlp", "float32", CLIPPING),
@@ -143,8 +143,7 @@ def test_every_step_is_that_of_the_pipeline(name):
         stage_of = [
             record.stage
             for record in pipe.partition(
-                family.batches(1, 3 * N, np.dtype(dtype))[0]
-                | {"microbatch": np.eye(N).repeat(3, 0)}
+                family.batches(1, 3 * N, np.dtype(dtype))[0] | {"microbatch": np.eye(N).repeat(3, 0)}
             )
             for _ in range(*record.layers)
         ]
@@ -165,7 +164,8 @@ def test_every_step_is_that_of_the_pipeline(name):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["one_f_one_b/unit", slow("pipemare/unit")])
-@pytest.mark.parametrize("model", ["tied transformer", slow("unet"), slow("resnet50"), slow("recurrent lm")])  # fmt: skip
+# fmt: skip
+@pytest.mark.parametrize("model", ["tied transformer", slow("unet"), slow("resnet50"), slow("recurrent lm")])
 def test_models_with_ties_skips_and_statistics(model, schedule):
     model, inputs = MODELS[model]
     if schedule.startswith("pipemare") and getattr(model, "tie_embeddings", False):
@@ -199,9 +199,7 @@ def test_skipped_updates_are_those_of_the_pipeline():
 
     found = []
     for schedule in (table, emulated(table)):
-        pipe = jpipe.Pipeline(
-            family.layers, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule
-        )
+        pipe = jpipe.Pipeline(family.layers, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule)
         skipped = np.zeros(3, int)
         for r, batch in enumerate(family.batches(8, 4)):
             batch["factor"] = np.full(4, np.inf if r == 2 else 1.0, np.float32)
@@ -210,9 +208,7 @@ def test_skipped_updates_are_those_of_the_pipeline():
             state, metrics = pipe.step(state, batch)
             skipped += np.asarray(metrics["skipped_updates"])
         state, metrics = pipe.flush(state)
-        found.append(
-            (skipped + np.asarray(metrics["skipped_updates"]), pipe.get_params(state))
-        )
+        found.append((skipped + np.asarray(metrics["skipped_updates"]), pipe.get_params(state)))
     assert found[0][0].tolist() == found[1][0].tolist() == [1, 1, 1]
     assert_close(found[1][1], found[0][1], "float32")
 
@@ -241,9 +237,7 @@ def test_replicas_along_data_stay():
 def test_states_go_from_one_to_the_other(tmp_path):
     """`adopt`, checkpoints, `predict` and `evaluate`; both go on alike."""
     table, family = pipemare(3, 2), FAMILIES["mlp"]
-    make = functools.partial(
-        jpipe.Pipeline, family.layers, loss=cross_entropy, **T1_T2_CLIPPING
-    )
+    make = functools.partial(jpipe.Pipeline, family.layers, loss=cross_entropy, **T1_T2_CLIPPING)
     real, one = make(schedule=table), make(schedule=emulated(table))
     batches = family.batches(12, 4)
     state = real.init(KEY, batches[0])
@@ -254,13 +248,9 @@ def test_states_go_from_one_to_the_other(tmp_path):
     with jpipe.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(4, state)
     restored = jpipe.Checkpoints(tmp_path).restore(one, batches[0]).state
-    assert_close(
-        one.predict(adopted, batches[5]), real.predict(state, batches[5]), "float32"
-    )
+    assert_close(one.predict(adopted, batches[5]), real.predict(state, batches[5]), "float32")
     loss = float(real.evaluate(state, batches[6])["loss"])
-    np.testing.assert_allclose(
-        float(one.evaluate(restored, batches[6])["loss"]), loss, rtol=1e-6
-    )
+    np.testing.assert_allclose(float(one.evaluate(restored, batches[6])["loss"]), loss, rtol=1e-6)
     for batch in batches[4:8]:
         state, _ = real.step(state, batch)
         adopted, _ = one.step(adopted, batch)
@@ -283,18 +273,9 @@ def test_states_go_from_one_to_the_other(tmp_path):
 
 def test_given_delays_are_what_a_loop_that_keeps_every_version_computes():
     N, delays = 2, np.array([[3, 0, 1], [1, 2, 0]])
-    weights = [
-        np.random.default_rng(s).normal(size=(4, 4)).astype(np.float32) / 2
-        for s in range(3)
-    ]
+    weights = [np.random.default_rng(s).normal(size=(4, 4)).astype(np.float32) / 2 for s in range(3)]
     rng = np.random.default_rng(9)
-    batches = [
-        {
-            name: rng.normal(size=(6, 4)).astype(np.float32)
-            for name in ("inputs", "targets")
-        }
-        for _ in range(9)
-    ]
+    batches = [{name: rng.normal(size=(6, 4)).astype(np.float32) for name in ("inputs", "targets")} for _ in range(9)]
 
     def loss(y, batch):
         return jnp.mean((y - batch["targets"]) ** 2)
@@ -315,9 +296,7 @@ def test_given_delays_are_what_a_loop_that_keeps_every_version_computes():
             total = [a + np.asarray(g) / N for a, g in zip(total, gradient)]
         versions.append([w - rate * g for w, g in zip(versions[-1], total)])
 
-    layer = jpipe.InitApply(
-        lambda key, x: {"w": jnp.zeros((4, 4))}, lambda p, x: jnp.tanh(x @ p["w"])
-    )
+    layer = jpipe.InitApply(lambda key, x: {"w": jnp.zeros((4, 4))}, lambda p, x: jnp.tanh(x @ p["w"]))
     pipe = jpipe.Pipeline(
         [layer] * 3,
         loss=loss,
@@ -328,9 +307,7 @@ def test_given_delays_are_what_a_loop_that_keeps_every_version_computes():
     state = pipe.init(KEY, batches[0], params=[{"w": w} for w in weights])
     for k, batch in enumerate(batches):
         state, _ = pipe.step(state, batch)
-        assert_close(
-            pipe.get_params(state), [{"w": w} for w in versions[k + 1]], "float32"
-        )
+        assert_close(pipe.get_params(state), [{"w": w} for w in versions[k + 1]], "float32")
 
 
 def lines(pipe, batch):
@@ -382,9 +359,7 @@ def test_memory_is_that_of_the_versions_that_the_table_asks_for():
 
 @pytest.mark.exhaustive
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "optimizer,copies", [(optax.sgd(1e-3, momentum=0.9), 1), (optax.adam(1e-3), 2)]
-)
+@pytest.mark.parametrize("optimizer,copies", [(optax.sgd(1e-3, momentum=0.9), 1), (optax.adam(1e-3), 2)])
 def test_stages_that_differ_take_what_they_need(optimizer, copies):
     """Convolutions, norms and a dense layer, one stage each: nothing is padded to the largest stage."""
     model = ResNet(
@@ -409,9 +384,7 @@ def test_stages_that_differ_take_what_they_need(optimizer, copies):
         schedule=with_delays(delays, 2),
     )
     state = pipe.init(KEY, batch)
-    sizes = np.array(
-        [sum(a.size for a in jax.tree.leaves(p)) for p in pipe.get_params(state)]
-    )
+    sizes = np.array([sum(a.size for a in jax.tree.leaves(p)) for p in pipe.get_params(state)])
     assert sizes.max() > 3 * sizes.mean()
     memory = pipe.memory(batch)
     assert memory.weights == 4 * (sizes * (delays + 1)).sum()

@@ -30,9 +30,7 @@ def weighted(outputs, batch):
 
 def batch_of(size):
     rng = np.random.default_rng(size)
-    batch = {
-        k: rng.normal(size=(size, 3)).astype(np.float32) for k in ("inputs", "targets")
-    }
+    batch = {k: rng.normal(size=(size, 3)).astype(np.float32) for k in ("inputs", "targets")}
     return {**batch, "weight": rng.uniform(0.1, 1, size).astype(np.float32)}
 
 
@@ -63,9 +61,7 @@ def test_evaluate_is_the_loss_of_the_whole_batch(R):
         got = pipe.evaluate(state, batch)
         loss, aux = weighted(plain(params, batch["inputs"]), batch)
         np.testing.assert_allclose(got["loss"], loss, rtol=1e-5)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5), got["aux"], aux
-        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got["aux"], aux)
         assert got["aux"]["rows"] == size
     state, _ = pipe.step(state, batch_of(6 * R))  # the state is still there
 
@@ -77,9 +73,7 @@ def test_aux_is_the_mean_over_microbatches_and_replicas(R):
     state = pipe.init(KEY, batch)
     params = pipe.get_params(state)
     _, metrics = pipe.step(state, batch)
-    parts = [
-        {k: a[i : i + 4] for k, a in batch.items()} for i in range(0, 4 * N * R, 4)
-    ]
+    parts = [{k: a[i : i + 4] for k, a in batch.items()} for i in range(0, 4 * N * R, 4)]
     found = [weighted(plain(params, part["inputs"]), part) for part in parts]
     want = jax.tree.map(lambda *a: np.mean(a), *found)
     got = metrics["loss"], metrics["aux"]

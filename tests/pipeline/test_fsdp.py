@@ -1,4 +1,6 @@
-"""Weights and microbatches split over an axis "fsdp" of the mesh: the plain model's numbers, from arrays that are split."""
+"""Weights and microbatches split over an axis "fsdp" of the mesh: the plain model's numbers, from arrays that are
+split.
+"""
 
 import functools
 import re
@@ -155,10 +157,7 @@ def bytes_of(arrays):
 @pytest.mark.exhaustive
 def test_each_device_holds_its_share():
     batch = FAMILIES["mlp"].batches(1, B)[0]
-    states = [
-        pipeline("mlp", jpipe.make_mesh(stage=2, fsdp=n)).init(KEY, batch)
-        for n in (1, 2, 4)
-    ]
+    states = [pipeline("mlp", jpipe.make_mesh(stage=2, fsdp=n)).init(KEY, batch) for n in (1, 2, 4)]
     # A matrix that is split takes room on every stage, also where only one stage has its shape.
     matrices = 4 * (6 * 8 + 2 * 8 * 8 + 8 * 5)
     for parts, state in zip((2, 4), states[1:]):
@@ -233,9 +232,7 @@ def test_weights_are_cast_before_they_are_gathered():
         found.append(pipe.get_params(state))
     text = pipe.lower(batch).as_text()
     for shape in ("6x10", "10x6"):
-        assert re.search(
-            rf"sharding_constraint .*\[{{}}, {{}}\].*tensor<{shape}xbf16>", text
-        )
+        assert re.search(rf"sharding_constraint .*\[{{}}, {{}}\].*tensor<{shape}xbf16>", text)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), *found)
 
 
@@ -259,9 +256,7 @@ def test_a_state_moves_between_meshes():
 def test_a_layer_may_say_how_its_weights_are_split():
     class Layer(nnx.Module):
         def __init__(self, rngs):
-            init = nnx.with_partitioning(
-                nnx.initializers.normal(0.5), ("fsdp", None)
-            )  # and not the larger dim
+            init = nnx.with_partitioning(nnx.initializers.normal(0.5), ("fsdp", None))  # and not the larger dim
             self.linear = nnx.Linear(4, 8, kernel_init=init, rngs=rngs)
 
         def __call__(self, x):
@@ -281,9 +276,7 @@ def test_a_layer_may_say_how_its_weights_are_split():
 
 def test_refusals():
     pipe = pipeline("mlp", jpipe.make_mesh(stage=2, fsdp=4))
-    with refused(
-        r"a microbatch of 3 rows .* the 4 devices of the axis \"fsdp\"\. Use a batch .* multiple of 8"
-    ):
+    with refused(r"a microbatch of 3 rows .* the 4 devices of the axis \"fsdp\"\. Use a batch .* multiple of 8"):
         pipe.init(KEY, FAMILIES["mlp"].batches(1, 6)[0])
     with refused("`fsdp` must be a whole number of devices, at least 1, got 0"):
         jpipe.make_mesh(stage=2, fsdp=0)

@@ -1,4 +1,6 @@
-"""Every model on every mesh of stages, replicas, "fsdp" and "model": the plain model's numbers, and the collectives of theory."""
+"""Every model on every mesh of stages, replicas, "fsdp" and "model": the plain model's numbers, and the collectives of
+theory.
+"""
 
 import collections
 import functools
@@ -168,15 +170,11 @@ def trained(pipe, batches):
 
 def assert_equal_training(got, want):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for (path, b), a in zip(
-        jax.tree.leaves_with_path(want[1]), jax.tree.leaves(got[1]), strict=True
-    ):
+    for (path, b), a in zip(jax.tree.leaves_with_path(want[1]), jax.tree.leaves(got[1]), strict=True):
         # The gradient of the bias of an attention's keys is zero, and the bias is rounding errors of zero.
         floor = 1e-2 if "'key'" in jax.tree_util.keystr(path) else 1e-30
         atol = 1e-5 * max(np.abs(b).max(), floor)
-        np.testing.assert_allclose(
-            a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path)
-        )
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
 def case(name, *sizes):
@@ -203,9 +201,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name, sizes", [case(name, *m.values()) for name in MODELS for m in MESHES]
-)
+@pytest.mark.parametrize("name, sizes", [case(name, *m.values()) for name in MODELS for m in MESHES])
 @pytest.mark.sampled(2)
 def test_every_model_on_every_mesh_equals_the_plain_model(name, sizes):
     pipe = pipeline(name, sizes)
@@ -287,17 +283,12 @@ SEQUENCE = (("length", "model"), *jpipe.AXIS_RULES)
 )  # fmt: skip
 def test_sequence_parallel_activations(name, schedule, options):
     """Between the parts that "model" splits, activations and messages are split by positions."""
-    pipe = pipeline(
-        name, SPLIT, schedule_named(schedule, 2, N), axis_rules=SEQUENCE, **options
-    )
+    pipe = pipeline(name, SPLIT, schedule_named(schedule, 2, N), axis_rules=SEQUENCE, **options)
     batches = batches_of(name)
     assert_equal_training(trained(pipe, batches), plain(name))
     if name == "transformer":
         whole = pipeline(name, SPLIT, schedule_named(schedule, 2, N), **options)
-        found = [
-            {record.use: record for record in p.shards(batches[0])}
-            for p in (pipe, whole)
-        ]
+        found = [{record.use: record for record in p.shards(batches[0])} for p in (pipe, whole)]
         messages, others = (records["messages"] for records in found)
         assert messages.num_bytes == others.num_bytes // 2
         assert messages.split["model"] == 1 and "model" not in others.split
@@ -314,11 +305,7 @@ def program(name, sizes, **options):
     mesh_shape = [n for n in sizes.values() if n > 1]
     stage = list(n for n in sizes if sizes[n] > 1).index("stage")
     stage_of = np.indices(mesh_shape)[stage].ravel()
-    found = [
-        c
-        for c in collectives(text)
-        if max(map(np.prod, c.shapes)) > 4 and "/update/" not in c.name
-    ]
+    found = [c for c in collectives(text) if max(map(np.prod, c.shapes)) > 4 and "/update/" not in c.name]
     for c in found:
         if c.groups is not None:
             # Nothing in a tick waits for the work of another stage.
@@ -337,10 +324,7 @@ def uses_of_weights(pipe, batch):
         for run in stage_program.runs:
             for place in run.parameters:
                 if "fsdp" in jpipe.packing.axes(place.spec):
-                    parts = [
-                        2 if "model" in jpipe.packing.axes((names,)) else 1
-                        for names in place.spec
-                    ]
+                    parts = [2 if "model" in jpipe.packing.axes((names,)) else 1 for names in place.spec]
                     uses[tuple(n // p for n, p in zip(place.shape, parts))] += 2
     return uses
 
@@ -362,10 +346,7 @@ def test_collectives_over_fsdp(name):
     pipe, found = program(name, sizes)
     uses = uses_of_weights(pipe, batch)
     gathers = collections.Counter(
-        tuple(n for n in shape if n > 1)
-        for c in found
-        if c.kind == "all-gather"
-        for shape in c.shapes
+        tuple(n for n in shape if n > 1) for c in found if c.kind == "all-gather" for shape in c.shapes
     )
     allowed = collections.Counter()
     for shape, number in uses.items():
@@ -378,10 +359,7 @@ def test_collectives_over_fsdp(name):
     messages = [c.num_bytes for c in found if c.kind == "collective-permute"]
     whole = pipeline(name, sizes | {"fsdp": 1}).shards(batch)
     part = pipe.shards(batch)
-    of_messages = [
-        next(r.num_bytes for r in records if r.use == "messages")
-        for records in (whole, part)
-    ]
+    of_messages = [next(r.num_bytes for r in records if r.use == "messages") for records in (whole, part)]
     assert 2 * of_messages[1] == of_messages[0]
     assert messages and sum(set(messages)) <= of_messages[1]
 

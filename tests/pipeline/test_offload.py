@@ -43,9 +43,7 @@ def on_host(tree):
 
 
 def assert_equal(a, b):
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True
-    ):
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
 
 
@@ -79,12 +77,8 @@ CASES = [
     pytest.param("pipedream_2bw", 4, 8, Offload(0.5, 2), {"data": 2}, marks=LONG),
     pytest.param("pipedream/2-1-1-1", 4, 8, Offload(1.0, 2), {}, marks=LONG),
     pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=LONG),
-    pytest.param(
-        "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=LONG
-    ),
-    pytest.param(
-        "pipedream", 2, 4, Offload(1.0, weights=1.0, gradients=0.5), {}, marks=LONG
-    ),
+    pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=LONG),
+    pytest.param("pipedream", 2, 4, Offload(1.0, weights=1.0, gradients=0.5), {}, marks=LONG),
     pytest.param("pipemare", 4, 4, Offload(0.5, weights=0.5), {}, marks=LONG),
     pytest.param(
         "zero_bubble_v",
@@ -105,17 +99,13 @@ CASES = [
     ),
     pytest.param("gpipe", 2, 8, Offload(gradients=1.0), {"data": 2}, marks=LONG),
     pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=LONG),
-    pytest.param(
-        "gpipe", 2, 8, Offload(1.0), {"optimizer": optax.contrib.muon(0.01)}, marks=LONG
-    ),
+    pytest.param("gpipe", 2, 8, Offload(1.0), {"optimizer": optax.contrib.muon(0.01)}, marks=LONG),
 ]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, stages, microbatches, offload, options", CASES)
-def test_numbers_are_those_without_offload(
-    name, stages, microbatches, offload, options
-):
+def test_numbers_are_those_without_offload(name, stages, microbatches, offload, options):
     table, data = schedule_named(name, stages, microbatches), batches(2)
     plain, offloaded = (linear(table, o, **options) for o in (None, offload))
     want, want_losses = run(plain, data)
@@ -141,9 +131,7 @@ def test_numbers_are_those_without_offload(
     assert (memory.weights < whole.weights) == (offload.weights > 0)
     assert (memory.gradients < whole.gradients) == (offload.gradients > 0)
     flushed, _ = plain.flush(want)
-    assert_equal(
-        offloaded.get_params(offloaded.flush(got)[0]), plain.get_params(flushed)
-    )
+    assert_equal(offloaded.get_params(offloaded.flush(got)[0]), plain.get_params(flushed))
     # A state moves into a pipeline with offload, back, and in again.
     state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
     assert on_host(state).keys() == found.keys()
@@ -210,17 +198,14 @@ def test_running_statistics_and_dropout(recompute):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", [0.0, 0.5, 1.0])
 def test_large_weights_move_in_chunks(weights):
-    """An update on chunks is the update on whole leaves, whether weights lie in pools, in a vector or in host memory."""
+    """An update on chunks is the update on whole leaves, whether weights lie in pools, in a vector or in host
+    memory.
+    """
     data = [
-        {"inputs": a, "targets": b}
-        for a, b in np.random.default_rng(0)
-        .normal(size=(2, 2, 8, 128))
-        .astype(np.float32)
+        {"inputs": a, "targets": b} for a, b in np.random.default_rng(0).normal(size=(2, 2, 8, 128)).astype(np.float32)
     ]
     layers = [lambda rngs, n=n: nnx.Linear(128, n, rngs=rngs) for n in (128, 128, 128)]
-    layers[1] = lambda rngs: nnx.Sequential(
-        nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs)
-    )
+    layers[1] = lambda rngs: nnx.Sequential(nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs))
 
     def make(offload):
         return jpipe.Pipeline(
@@ -235,9 +220,7 @@ def test_large_weights_move_in_chunks(weights):
     offloaded = make(Offload(1.0, chunk=2048, weights=weights, gradients=weights))
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_equal(offloaded.get_params(got), plain.get_params(want))
-    rows = {
-        name: a.shape[2:] for name, a in got.optimizer_state.items() if "host" in name
-    }
+    rows = {name: a.shape[2:] for name, a in got.optimizer_state.items() if "host" in name}
     # 128 x 128 numbers in eight chunks of 16 rows.
     assert rows["host float32[128, 128]"] == (16, 128)
     assert all(np.prod(row) <= 2048 for row in rows.values())
@@ -331,14 +314,9 @@ def test_nothing_in_host_memory_is_copied():
     """A tick needs room for one slot of each stash that comes from the host, and for no ring of slots."""
     table = jpipe.schedules.gpipe(2, 16)
     data = {name: np.zeros((512, 128), np.float32) for name in ("inputs", "targets")}
-    plain, offloaded = (
-        wide(schedule=table, offload=offload) for offload in (None, Offload(0.0, 2))
-    )
+    plain, offloaded = (wide(schedule=table, offload=offload) for offload in (None, Offload(0.0, 2)))
     groups = offloaded._program(data).engine.layout.groups
-    slot = sum(
-        a.size * a.dtype.itemsize
-        for a in jax.tree.leaves(groups["buffers"].shapes["staged"])
-    )
+    slot = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(groups["buffers"].shapes["staged"]))
     stashes = groups["buffers"].num_bytes("cpu", HOST_MEMORY)
     assert stashes > 10 * slot
     more = offloaded.memory(data).temporaries - plain.memory(data).temporaries
@@ -434,16 +412,12 @@ def test_too_few_slots_are_refused_before_anything_compiles():
 def test_stashes_that_outlive_a_round_are_refused_before_anything_compiles():
     schedule = jpipe.schedules.pipemare(4, 4, ticks="paired")
     pipe = wide(schedule=schedule, offload=Offload(0.0, 2))
-    with refused(
-        "one lives for 7 ticks, and a round of 4 microbatches has 4. Use more"
-    ):
+    with refused("one lives for 7 ticks, and a round of 4 microbatches has 4. Use more"):
         pipe.init(KEY, ROWS)
 
 
 def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr(
-        "jpipe.options.host_memory.memory_kinds", lambda device: ["device"]
-    )
+    monkeypatch.setattr("jpipe.options.host_memory.memory_kinds", lambda device: ["device"])
     with refused("'pinned_host', and cpu devices have only 'device'"):
         wide(offload=Offload(1.0))
     with refused("'pinned_host', and cpu devices have only 'device'"):

@@ -123,11 +123,7 @@ def check(optimizer, cut="two", plain=None):
     for batch, params in zip(batches(), want, strict=True):
         state, _ = pipe.step(state, batch)
         assert_close(pipe.get_params(state), params, dtype)
-    kept = {
-        k: a
-        for leaves in portable.to_portable(state).leaves.optimizer_state
-        for k, a in leaves.items()
-    }
+    kept = {k: a for leaves in portable.to_portable(state).leaves.optimizer_state for k, a in leaves.items()}
     if plain is None:
         for path, leaf in jax.tree.leaves_with_path(inner):
             assert_close(kept.pop(jax.tree_util.keystr(path)), np.asarray(leaf), dtype)
@@ -142,15 +138,11 @@ def matrices(params):
 
 
 def biases_and_vectors(params):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key in ("bias", "shift", "scale"), params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in ("bias", "shift", "scale"), params)
 
 
 def by_layer(params):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "first" if path[0].idx == 0 else "others", params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: "first" if path[0].idx == 0 else "others", params)
 
 
 def warm_up_cosine():
@@ -167,21 +159,13 @@ OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(0.1),
-    "adamw, decay of matrices": lambda: optax.adamw(
-        0.1, weight_decay=0.5, mask=matrices
-    ),
-    "adamw, decay by path": lambda: optax.adamw(
-        0.1, weight_decay=0.5, mask=biases_and_vectors
-    ),
-    "adafactor": lambda: optax.adafactor(
-        0.1, min_dim_size_to_factor=5, weight_decay_rate=0.1, momentum=0.9
-    ),
+    "adamw, decay of matrices": lambda: optax.adamw(0.1, weight_decay=0.5, mask=matrices),
+    "adamw, decay by path": lambda: optax.adamw(0.1, weight_decay=0.5, mask=biases_and_vectors),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=5, weight_decay_rate=0.1, momentum=0.9),
     "lion": lambda: optax.lion(0.01),
     "lamb": lambda: optax.lamb(0.1, weight_decay=0.1),
     "muon": lambda: optax.contrib.muon(0.1, weight_decay=0.1),
-    "partition": lambda: optax.partition(
-        {"first": optax.adam(0.1), "others": optax.sgd(0.1, momentum=0.9)}, by_layer
-    ),
+    "partition": lambda: optax.partition({"first": optax.adam(0.1), "others": optax.sgd(0.1, momentum=0.9)}, by_layer),
     "every two steps": lambda: every_two(optax.adam(0.1)),
     # A schedule that ends at 0 would end at the rounding of 0.5 - 0.5, which is the compiler's.
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(
@@ -189,13 +173,9 @@ OPTIMIZERS = {
     ),
     "warm-up and cosine": lambda: optax.sgd(warm_up_cosine(), momentum=0.9),
     "moving average": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
-    "masked": lambda: optax.chain(
-        optax.masked(optax.scale_by_adam(), matrices), optax.scale(-0.1)
-    ),
+    "masked": lambda: optax.chain(optax.masked(optax.scale_by_adam(), matrices), optax.scale(-0.1)),
     "apply_every": lambda: optax.chain(optax.apply_every(2), optax.sgd(0.1)),
-    "adaptive clipping": lambda: optax.chain(
-        optax.adaptive_grad_clip(0.05), optax.sgd(0.1)
-    ),
+    "adaptive clipping": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1)),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(0.1, warmup_steps=2),
     "conditional": lambda: optax.chain(
         optax.sgd(0.1),
@@ -212,10 +192,7 @@ LABELLED = ("partition", "muon")
 
 @pytest.mark.parametrize(
     ("name", "cut"),
-    [
-        (name, "four" if name in LABELLED else ["two", "three"][i % 2])
-        for i, name in enumerate(OPTIMIZERS)
-    ],
+    [(name, "four" if name in LABELLED else ["two", "three"][i % 2]) for i, name in enumerate(OPTIMIZERS)],
 )
 @pytest.mark.sampled(10)
 def test_equals_the_plain_model(name, cut):

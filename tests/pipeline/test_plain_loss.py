@@ -26,9 +26,7 @@ def test_is_the_loss_that_a_step_reports():
     state = pipe.init(jax.random.key(0), batch)
     params, loss = pipe.get_params(state), pipe.plain_loss(state)
     model = oracles.PlainModel(family.layers, jax.random.key(0))
-    expected, gradient = jax.value_and_grad(
-        lambda p: cross_entropy(model(p, batch["inputs"]), batch)
-    )(params)
+    expected, gradient = jax.value_and_grad(lambda p: cross_entropy(model(p, batch["inputs"]), batch))(params)
     found, found_gradient = jax.value_and_grad(loss)(params, batch)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     jax.tree.map(
@@ -99,10 +97,7 @@ def test_draws_by_the_key():
     batch = {"inputs": np.ones((8, 4), np.float32)}
     state = pipe.init(jax.random.key(0), batch)
     params = pipe.get_params(state)
-    first, again, other = (
-        float(pipe.plain_loss(state, jax.random.key(k))(params, batch))
-        for k in (0, 0, 1)
-    )
+    first, again, other = (float(pipe.plain_loss(state, jax.random.key(k))(params, batch)) for k in (0, 0, 1))
     assert first == again != other
     assert first == float(pipe.plain_loss(state)(params, batch))
     with pytest.raises(ValueError, match="key"):

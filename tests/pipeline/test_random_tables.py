@@ -110,9 +110,7 @@ def test_a_random_asynchronous_table_does_what_it_says(seed):
         arguments = dict(loss=loss, optimizer=optax.sgd(0.1, momentum=0.5))
         pipe = jpipe.Pipeline([Layer] * S, schedule=table, **arguments)
         state = pipe.init(jax.random.key(seed), batches[0])
-        reference = Reference(
-            [Layer] * S, schedule=table, params=pipe.get_params(state), **arguments
-        )
+        reference = Reference([Layer] * S, schedule=table, params=pipe.get_params(state), **arguments)
         state = with_nan_buffers(state, all_but="squared_norm")
         for batch in batches:
             state, metrics = pipe.step(state, batch)
@@ -122,6 +120,4 @@ def test_a_random_asynchronous_table_does_what_it_says(seed):
             assert not np.asarray(metrics["skipped_updates"]).any()
         assert max(version for _, version in reference.weights) > 0
         got, want = pipe.get_params(state), reference.get_params()
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want
-        )
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)

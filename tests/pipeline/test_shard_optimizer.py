@@ -1,4 +1,6 @@
-"""Replicas that share the update of their stage (ZeRO, stage 1): the plain model's numbers, from a part of the state each."""
+"""Replicas that share the update of their stage (ZeRO, stage 1): the plain model's numbers, from a part of the state
+each.
+"""
 
 import functools
 
@@ -22,14 +24,10 @@ LONG = pytest.mark.exhaustive
 
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1, eps=1e-2, weight_decay=0.1),
-    "clip": optax.chain(
-        jpipe.optim.clip_by_global_norm(0.2), optax.adam(0.1, eps=1e-2)
-    ),
+    "clip": optax.chain(jpipe.optim.clip_by_global_norm(0.2), optax.adam(0.1, eps=1e-2)),
     # Biases without decay: leaves that lie side by side have unlike programs.
     "masked": optax.chain(
-        optax.add_decayed_weights(
-            0.1, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 1, tree)
-        ),
+        optax.add_decayed_weights(0.1, mask=lambda tree: jax.tree.map(lambda a: a.ndim > 1, tree)),
         optax.sgd(0.1, momentum=0.9),
     ),
     # Whole leaves.
@@ -38,9 +36,7 @@ OPTIMIZERS = {
     # The gradient of an attention's key biases is zero, and would be rounding errors over their size.
     "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=4, eps=1e-8),
     # All leaves of a stage are one part.
-    "accumulate": optax.MultiSteps(
-        optax.adam(0.1, eps=1e-2), 2
-    ).gradient_transformation(),
+    "accumulate": optax.MultiSteps(optax.adam(0.1, eps=1e-2), 2).gradient_transformation(),
 }
 
 # family, schedule, S, N, replicas along "data", optimizer
@@ -66,9 +62,7 @@ def plain(family, optimizer, num_rows):
     layers = FAMILIES[family].in_dtype("float64").layers
     model = oracles.PlainModel(layers, KEY)
     batches = FAMILIES[family].batches(3, num_rows, "float64")
-    trained = oracles.train(
-        model, model.params, cross_entropy, OPTIMIZERS[optimizer], batches
-    )
+    trained = oracles.train(model, model.params, cross_entropy, OPTIMIZERS[optimizer], batches)
     return layers, batches, model.params, trained
 
 
@@ -106,14 +100,9 @@ def assert_replicas_equal(state):
         for shards in by_rows.values():
             first, *others = (np.asarray(shard.data).tobytes() for shard in shards)
             assert all(other == first for other in others)
-        rows = np.asarray(array).reshape(
-            lowered.schedule.num_devices, -1, *array.shape[1:]
-        )
+        rows = np.asarray(array).reshape(lowered.schedule.num_devices, -1, *array.shape[1:])
         for s, copies in enumerate(lowered.copies):
-            first, *others = (
-                rows[d, lowered.rows.of_chunk(s, d, chunk)].tobytes()
-                for d, chunk in copies
-            )
+            first, *others = (rows[d, lowered.rows.of_chunk(s, d, chunk)].tobytes() for d, chunk in copies)
             assert all(other == first for other in others)
 
 
@@ -264,9 +253,7 @@ def wide(optimizer, table, **options):
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
-@pytest.mark.parametrize(
-    "data, replicas", [(2, None), (4, None), (1, (2, 2)), (2, (2, 2))]
-)
+@pytest.mark.parametrize("data, replicas", [(2, None), (4, None), (1, (2, 2)), (2, (2, 2))])
 @pytest.mark.parametrize("name", ["adamw", "masked"])
 @pytest.mark.sampled(9)
 def test_the_state_of_a_device_falls_with_the_replicas(name, data, replicas):
@@ -274,11 +261,7 @@ def test_the_state_of_a_device_falls_with_the_replicas(name, data, replicas):
     batch = {"inputs": np.zeros((16, 32), np.float32)}
     table = jpipe.schedules.gpipe(2, 2, replicas=replicas)
     whole, shared = (
-        bytes_of(
-            wide(OPTIMIZERS[name], table, data=data, **o)
-            .init(KEY, batch)
-            .optimizer_state
-        )
+        bytes_of(wide(OPTIMIZERS[name], table, data=data, **o).init(KEY, batch).optimizer_state)
         for o in ({}, {"shard_optimizer": True})
     )
     num_replicas = data * (replicas or (1,))[0]
@@ -290,11 +273,7 @@ def test_whole_leaves_are_dealt_out():
     batch = {"inputs": np.zeros((16, 32), np.float32)}
     table = jpipe.schedules.gpipe(2, 2)
     whole, shared = (
-        bytes_of(
-            wide(OPTIMIZERS["muon"], table, data=2, **o)
-            .init(KEY, batch)
-            .optimizer_state
-        )
+        bytes_of(wide(OPTIMIZERS["muon"], table, data=2, **o).init(KEY, batch).optimizer_state)
         for o in ({}, {"shard_optimizer": True})
     )
     assert shared <= 1.05 * whole / 2
@@ -303,9 +282,7 @@ def test_whole_leaves_are_dealt_out():
 def test_gradients_are_scattered_and_weights_gathered():
     """Each once, and nothing else of their size travels between replicas."""
     batch = {"inputs": np.zeros((16, 32), np.float32)}
-    pipe = wide(
-        optax.adam(0.1), jpipe.schedules.gpipe(2, 2), data=2, shard_optimizer=True
-    )
+    pipe = wide(optax.adam(0.1), jpipe.schedules.gpipe(2, 2), data=2, shard_optimizer=True)
     found = collectives(pipe.compile(batch).as_text())
     matrix, small = 32 * 48 * 4, 1024
     large = [(c.kind, c.num_bytes) for c in found if c.groups and c.num_bytes > small]
@@ -319,8 +296,7 @@ def test_gradients_are_scattered_and_weights_gathered():
 def test_memory_tells_the_share():
     batch = {"inputs": np.zeros((16, 32), np.float32)}
     pipe, sharing = (
-        wide(optax.adam(0.1), jpipe.schedules.gpipe(2, 2), data=2, **o)
-        for o in ({}, {"shard_optimizer": True})
+        wide(optax.adam(0.1), jpipe.schedules.gpipe(2, 2), data=2, **o) for o in ({}, {"shard_optimizer": True})
     )
     whole, shared = pipe.memory(batch), sharing.memory(batch)
     assert shared.weights == whole.weights
@@ -403,10 +379,7 @@ def test_norms_count_every_number_once(replicas, data):
         model = oracles.PlainModel(layers, KEY)
         start = model.params
         rng = np.random.default_rng(0)
-        batches = [
-            {k: rng.normal(size=(4 * data, 5)) for k in ("inputs", "targets")}
-            for _ in range(3)
-        ]
+        batches = [{k: rng.normal(size=(4 * data, 5)) for k in ("inputs", "targets")} for _ in range(3)]
         optimizer = OPTIMIZERS["clip"]
         tied = {"ties": [[(0, "linear.bias"), (2, "linear.bias")]]}
         found = []
@@ -440,9 +413,7 @@ def test_norms_count_every_number_once(replicas, data):
             return loss(model(params, batches[0]["inputs"]), batches[0])
 
         gradients = jax.grad(plain_loss)(tie(start))
-        np.testing.assert_allclose(
-            found[1][0][0], optax.tree.norm(gradients), rtol=1e-9
-        )
+        np.testing.assert_allclose(found[1][0][0], optax.tree.norm(gradients), rtol=1e-9)
 
 
 def tie(params):

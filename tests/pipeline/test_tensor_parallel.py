@@ -48,9 +48,7 @@ class Branch(nnx.Module):
             bias_init=split(zeros, "model"),
             rngs=rngs,
         )
-        self.down = nnx.Linear(
-            hidden, dim, kernel_init=split(normal, "model", None), rngs=rngs
-        )
+        self.down = nnx.Linear(hidden, dim, kernel_init=split(normal, "model", None), rngs=rngs)
 
     def __call__(self, x):  # [M, D] -> [M, D]
         return x + self.down(jnp.tanh(self.up(x)))
@@ -80,9 +78,7 @@ def plain_branches(count: int, optimizer=ADAM, num_layers=4):
     """Losses of the plain model, and its weights in the end."""
     with nnx.use_eager_sharding(False):
         plain = oracles.PlainModel([Branch] * num_layers, KEY)
-    losses, _, params = oracles.train(
-        plain, plain.params, square, optimizer, rows(count)
-    )
+    losses, _, params = oracles.train(plain, plain.params, square, optimizer, rows(count))
     return losses, params
 
 
@@ -120,10 +116,7 @@ def test_a_split_transformer_equals_the_plain_one(data):
         (state.optimizer_state, 4),
     ):
         matrices = [a for a in arrays.values() if a.ndim == rank]
-        parts = {
-            a.shape[-2:]: {shard.data.shape[-2:] for shard in a.addressable_shards}
-            for a in matrices
-        }
+        parts = {a.shape[-2:]: {shard.data.shape[-2:] for shard in a.addressable_shards} for a in matrices}
         assert parts == {
             **{(8, 24): {(8, 12)}, (8, 32): {(8, 16)}},  # by columns
             **{(8, 8): {(4, 8)}, (32, 8): {(16, 8)}},  # by rows
@@ -222,9 +215,7 @@ def test_optimizers_that_keep_other_shapes():
             "kernel": optax.adafactor(0.1, min_dim_size_to_factor=4),
             "bias": optax.sgd(0.1, momentum=0.9),
         },
-        lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key, params
-        ),
+        lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key, params),
     )
     losses, params = plain_branches(2, optimizer, num_layers=2)
     mesh = jpipe.make_mesh(stage=2, model=2)
@@ -246,9 +237,7 @@ def test_a_module_made_on_a_mesh_and_a_linen_module():
     class Up(linen.Module):
         @linen.compact
         def __call__(self, x):
-            init = linen.with_partitioning(
-                linen.initializers.normal(0.5), (None, "model")
-            )
+            init = linen.with_partitioning(linen.initializers.normal(0.5), (None, "model"))
             return linen.Dense(8, kernel_init=init)(x)
 
     mesh = jpipe.make_mesh(stage=2, model=2)

@@ -125,14 +125,8 @@ def test_every_pair_is_covered():
     # Boundaries are lists, so values are told apart by their text.
     values = [list({str(v): v for v in column}.values()) for column in zip(*every)]
     named = {schedule for _, schedule, *_ in not_slow}
-    builders = {
-        name: getattr(jpipe.schedules, name) for name in jpipe.schedules.names()
-    }
-    synchronous = {
-        name
-        for name, build in builders.items()
-        if name != "forward_only" and build(2, 4).synchronous
-    }
+    builders = {name: getattr(jpipe.schedules, name) for name in jpipe.schedules.names()}
+    synchronous = {name for name, build in builders.items() if name != "forward_only" and build(2, 4).synchronous}
     assert {name.partition("/")[0] for name in named} >= synchronous
     possible = set().union(*map(pairs, rows_that_can_occur(values)))
     covered = set().union(*map(pairs, not_slow))
@@ -156,41 +150,27 @@ def test_equals_the_plain_model(family, schedule, S, N, recompute, boundaries, d
             recompute=recompute,
         )
 
-        if (
-            dtype == "float32"
-        ):  # rounding of weight minus weight would hide the gradient's
-            pipe = jpipe.Pipeline(
-                family.layers, optimizer=optax.scale(SCALE), **arguments
-            )
+        if dtype == "float32":  # rounding of weight minus weight would hide the gradient's
+            pipe = jpipe.Pipeline(family.layers, optimizer=optax.scale(SCALE), **arguments)
             state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
             state, _ = pipe.step(with_nan_buffers(state), batches[0])
-            moved = jax.tree.map(
-                lambda a, b: (a - b) / SCALE, pipe.get_params(state), plain.params
-            )
-            _, gradients, _ = oracles.train(
-                plain, plain.params, cross_entropy, optax.sgd(0.0), batches[:1]
-            )
+            moved = jax.tree.map(lambda a, b: (a - b) / SCALE, pipe.get_params(state), plain.params)
+            _, gradients, _ = oracles.train(plain, plain.params, cross_entropy, optax.sgd(0.0), batches[:1])
             assert_close(moved, gradients[0], dtype)
 
         optimizer = optax.sgd(1.0, momentum=0.5)
         pipe = jpipe.Pipeline(family.layers, optimizer=optimizer, **arguments)
         state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-        losses, gradients, params = oracles.train(
-            plain, plain.params, cross_entropy, optimizer, batches
-        )
+        losses, gradients, params = oracles.train(plain, plain.params, cross_entropy, optimizer, batches)
         for step, (batch, loss) in enumerate(zip(batches, losses)):
             state, metrics = pipe.step(with_nan_buffers(state), batch)
             assert_close(metrics["loss"], np.asarray(loss), dtype)
             assert int(metrics["num_microbatches"]) == N
             if step == 0 and dtype == "float64":
-                moved = jax.tree.map(
-                    lambda a, b: b - a, pipe.get_params(state), plain.params
-                )
+                moved = jax.tree.map(lambda a, b: b - a, pipe.get_params(state), plain.params)
                 assert_close(moved, gradients[0], dtype)
         assert_close(pipe.get_params(state), params, dtype)
-        np.testing.assert_array_equal(
-            metrics["skipped_updates"], np.zeros(table.num_stages)
-        )
+        np.testing.assert_array_equal(metrics["skipped_updates"], np.zeros(table.num_stages))
 
         inputs = batches[0]["inputs"][: 2 * N - 1]  # not a multiple of N
         outputs = pipe.predict(state, {"inputs": inputs})

@@ -82,15 +82,11 @@ def sharding(case):
         "columns": lambda: NamedSharding(explicit(2), SPEC(None, "data")),
         "rows and columns": lambda: NamedSharding(explicit(2, 2), SPEC("data", "x")),
         "whole": lambda: NamedSharding(explicit(2), SPEC()),
-        "name of the pipeline's axis": lambda: NamedSharding(
-            explicit(2, names=("stage",)), SPEC("stage")
-        ),
+        "name of the pipeline's axis": lambda: NamedSharding(explicit(2, names=("stage",)), SPEC("stage")),
         "reversed": lambda: NamedSharding(Mesh(devices[1::-1], ("x",)), SPEC("x")),
         "other devices": lambda: NamedSharding(Mesh(devices[4:6], ("x",)), SPEC("x")),
         "one device": lambda: devices[5],
-        "host memory": lambda: NamedSharding(
-            Mesh(devices[:2], ("x",)), SPEC("x"), memory_kind="pinned_host"
-        ),
+        "host memory": lambda: NamedSharding(Mesh(devices[:2], ("x",)), SPEC("x"), memory_kind="pinned_host"),
     }[case]()
 
 
@@ -145,9 +141,7 @@ def test_a_program_under_set_mesh(sizes, on_mesh):
         mesh = jax.sharding.get_mesh()
         batch, some = BATCH, SOME
         if on_mesh:
-            batch, some = jax.device_put(
-                (BATCH, SOME), NamedSharding(mesh, SPEC("data"))
-            )
+            batch, some = jax.device_put((BATCH, SOME), NamedSharding(mesh, SPEC("data")))
         assert_expected(results(pipeline(), batch, some))
 
 
@@ -177,6 +171,7 @@ def surrounded(mesh):
     return results(pipe, BATCH)
 
 
-@pytest.mark.parametrize("mesh", [explicit(2), Mesh(jax.devices()[:2], ("x",))], ids=["explicit", "automatic"])  # fmt: skip
+# fmt: skip
+@pytest.mark.parametrize("mesh", [explicit(2), Mesh(jax.devices()[:2], ("x",))], ids=["explicit", "automatic"])
 def test_arrays_of_the_surroundings_count_by_their_values(mesh):
     jax.tree.map(np.testing.assert_array_equal, surrounded(mesh), surrounded(None))

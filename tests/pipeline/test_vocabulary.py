@@ -90,9 +90,7 @@ class TiedHead(nnx.Module):
         return vocabulary.logits(x, self.token[...])
 
 
-def layers_of(
-    embedding="stage", head="stage", tied=False, num_blocks=4, rate=0.0, block=Block
-):
+def layers_of(embedding="stage", head="stage", tied=False, num_blocks=4, rate=0.0, block=Block):
     last = TiedHead if tied else Head
     return [
         functools.partial(Embedding, embedding, rate),
@@ -121,15 +119,11 @@ def batches(count):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, V, (2, count, B, T), dtype=np.int32)
     weights = rng.integers(0, 2, (count, B, T)).astype(np.float32)
-    return [
-        {"inputs": x, "labels": y, "weights": w} for x, y, w in zip(*tokens, weights)
-    ]
+    return [{"inputs": x, "labels": y, "weights": w} for x, y, w in zip(*tokens, weights)]
 
 
 def pipeline(layers, schedule, optimizer=SGD, loss=mean_loss, **options):
-    return jpipe.Pipeline(
-        layers, loss=loss, optimizer=optimizer, schedule=schedule, **options
-    )
+    return jpipe.Pipeline(layers, loss=loss, optimizer=optimizer, schedule=schedule, **options)
 
 
 def run(pipe, num_steps=3):
@@ -181,9 +175,7 @@ def test_synchronous_tables_equal_the_plain_model(name, stages, options):
     axes = {n: options.pop(n) for n in ("embedding", "head") if n in options}
     pipe = pipeline(layers_of(**axes), schedule, **options)
     metrics, got, outputs, evaluated = run(pipe)
-    assert_close(
-        [m["loss"] for m in metrics], [np.asarray(a) for a in losses], "float32"
-    )
+    assert_close([m["loss"] for m in metrics], [np.asarray(a) for a in losses], "float32")
     assert_close(got, params, "float32")
     batch = jax.tree.map(lambda a: a[:-1], batches(1)[0])
     want = model(params, batch["inputs"])
@@ -196,14 +188,9 @@ def assert_same(layers, whole, schedule, **options):
     metrics, params, outputs, evaluated = run(pipeline(layers, schedule, **options))
     want = run(pipeline(whole, schedule, **options))
     for got_step, want_step in zip(metrics, want[0], strict=True):
-        np.testing.assert_array_equal(
-            got_step.pop("skipped_updates"), want_step.pop("skipped_updates")
-        )
+        np.testing.assert_array_equal(got_step.pop("skipped_updates"), want_step.pop("skipped_updates"))
         # What a cast loses of almost equal numbers is not almost equal.
-        errors = [
-            step.get("compression", {}).pop("error_norm", 0)
-            for step in (got_step, want_step)
-        ]
+        errors = [step.get("compression", {}).pop("error_norm", 0) for step in (got_step, want_step)]
         np.testing.assert_allclose(*errors, rtol=1e-3)
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
@@ -230,9 +217,7 @@ def reporting_loss(outputs, batch, *, reported):
     ],
 )
 @pytest.mark.sampled(4)
-def test_layers_between_report_to_the_loss(
-    name, stages, num_microbatches, axes, options
-):
+def test_layers_between_report_to_the_loss(name, stages, num_microbatches, axes, options):
     schedule = schedule_named(name, stages, num_microbatches)
     mesh = jpipe.make_mesh(stage=stages, data=options.get("data", 1))
     options = {k: v for k, v in options.items() if k != "data"}
@@ -246,15 +231,9 @@ def test_layers_between_report_to_the_loss(
 @pytest.mark.parametrize("layer", [0, -1])
 def test_a_vocabulary_layer_does_not_report(layer):
     layers = layers_of(block=Experts)
-    layers[layer] = jpipe.report_weights(
-        layers[layer], "uneven", lambda p: sum(a.sum() for a in jax.tree.leaves(p))
-    )
-    pipe = pipeline(
-        layers, schedule_named("gpipe", 4, N), loss=reporting_loss, has_aux=True
-    )
-    with refused(
-        f"layer {layer % 6} .* reports 'uneven', .* between the first and the"
-    ):
+    layers[layer] = jpipe.report_weights(layers[layer], "uneven", lambda p: sum(a.sum() for a in jax.tree.leaves(p)))
+    pipe = pipeline(layers, schedule_named("gpipe", 4, N), loss=reporting_loss, has_aux=True)
+    with refused(f"layer {layer % 6} .* reports 'uneven', .* between the first and the"):
         pipe.init(KEY, batches(1)[0])
 
 
@@ -272,15 +251,9 @@ PIPEMARE = dict(
         (
             "pipemare",
             2,
-            {
-                "optimizer": optax.chain(
-                    jpipe.optim.compensate_delay(5.0), optax.sgd(0.1)
-                )
-            },
+            {"optimizer": optax.chain(jpipe.optim.compensate_delay(5.0), optax.sgd(0.1))},
         ),
-        pytest.param(
-            "pipedream_2bw", 4, {"optimizer": ADAM}, marks=pytest.mark.exhaustive
-        ),
+        pytest.param("pipedream_2bw", 4, {"optimizer": ADAM}, marks=pytest.mark.exhaustive),
         pytest.param("pipedream", 2, {}, marks=SLOW),
         pytest.param("pipedream", 4, {"recompute": "full"}, marks=SLOW),
     ],
@@ -313,9 +286,7 @@ def test_asynchronous_tables_keep_versions_and_delays(name, num_microbatches, op
     ],
 )
 @pytest.mark.exhaustive
-def test_a_head_comes_after_the_update_where_paired_ticks_begin_a_minibatch(
-    schedule, options
-):
+def test_a_head_comes_after_the_update_where_paired_ticks_begin_a_minibatch(schedule, options):
     stages = schedule.num_stages
     mesh = jpipe.make_mesh(stage=stages, **options.get("mesh", {}))
     options = {"boundaries": [3], **options, "mesh": mesh}
@@ -365,19 +336,14 @@ def test_tied_matrices_are_kept_once():
     assert sizes == rows * D + D  # a part of the matrix, and one row of the positions
 
 
-@pytest.mark.parametrize(
-    "axes", [{}, {"fsdp": 2}, pytest.param({"model": 2}, marks=SLOW)]
-)
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 2}, pytest.param({"model": 2}, marks=SLOW)])
 @pytest.mark.exhaustive
 def test_a_half_precision_head_is_close(axes):
     """Embedding and head compute in bfloat16, the loss in float32, and the kept weights are float32."""
     schedule = jpipe.schedules.one_f_one_b(2, 2)
     mesh = jpipe.make_mesh(stage=2, **axes)
     options = dict(compute_dtype=jnp.bfloat16, boundaries=[3], mesh=mesh)
-    results = [
-        run(pipeline(layers, schedule, **options), 1)
-        for layers in (layers_of(), layers_of(None, None))
-    ]
+    results = [run(pipeline(layers, schedule, **options), 1) for layers in (layers_of(), layers_of(None, None))]
     (metrics, params, outputs, _), (want, _, want_outputs, _) = results
     assert outputs.dtype == np.float32
     np.testing.assert_allclose(outputs, want_outputs, rtol=2e-2, atol=2e-2)
@@ -450,9 +416,7 @@ OF_MATRICES = {
         momentum=0.5,
         weight_decay_rate=1e-2,
     ),
-    "by shape": optax.chain(
-        optax.sgd(0.1), optax.stateless_with_tree_map(lambda u, p: u / p.shape[0])
-    ),
+    "by shape": optax.chain(optax.sgd(0.1), optax.stateless_with_tree_map(lambda u, p: u / p.shape[0])),
 }
 
 
@@ -460,24 +424,16 @@ OF_MATRICES = {
     "optimizer,schedule,data",
     [
         ("muon", jpipe.schedules.one_f_one_b(4, N), 1),
-        pytest.param(
-            "by shape", jpipe.schedules.gpipe(2, N), 1, marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            "adafactor", jpipe.schedules.gpipe(3, N), 2, marks=pytest.mark.exhaustive
-        ),
+        pytest.param("by shape", jpipe.schedules.gpipe(2, N), 1, marks=pytest.mark.exhaustive),
+        pytest.param("adafactor", jpipe.schedules.gpipe(3, N), 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_updates_of_whole_matrices_equal_the_plain_model(optimizer, schedule, data):
     """The parts are gathered: 11 rows over 4 and 3 devices."""
     model, transform = oracles.PlainModel(layers_of(None, None), KEY), OF_MATRICES
-    losses, _, params = oracles.train(
-        model, model.params, mean_loss, transform[optimizer], batches(3)
-    )
+    losses, _, params = oracles.train(model, model.params, mean_loss, transform[optimizer], batches(3))
     mesh = jpipe.make_mesh(stage=schedule.num_stages, data=data)
-    metrics, got, *_ = run(
-        pipeline(layers_of(), schedule, transform[optimizer], mesh=mesh)
-    )
+    metrics, got, *_ = run(pipeline(layers_of(), schedule, transform[optimizer], mesh=mesh))
     assert_close([m["loss"] for m in metrics], list(map(np.asarray, losses)), "float32")
     assert_close(got, params, "float32")
 
@@ -495,9 +451,7 @@ def test_updates_of_whole_matrices_equal_the_plain_model(optimizer, schedule, da
     ],
 )
 @pytest.mark.exhaustive
-def test_updates_of_whole_matrices_with_clipping_versions_and_ties(
-    optimizer, schedule, options
-):
+def test_updates_of_whole_matrices_with_clipping_versions_and_ties(optimizer, schedule, options):
     tied = "ties" in options
     options = options | {"mesh": jpipe.make_mesh(stage=2, **options.get("mesh", {}))}
     clip = jpipe.optim.clip_by_global_norm(0.3)
@@ -533,9 +487,7 @@ def test_a_state_of_whole_matrices_goes_to_other_numbers_of_stages(optimizer):
     assert_close(thirds.get_params(other), split.get_params(after), "float32")
 
 
-OVER_STAGES, OVER_BOTH = (
-    (("vocab", axes), *jpipe.AXIS_RULES) for axes in ("stage", ("stage", "model"))
-)
+OVER_STAGES, OVER_BOTH = ((("vocab", axes), *jpipe.AXIS_RULES) for axes in ("stage", ("stage", "model")))
 
 
 @pytest.mark.parametrize(
@@ -560,14 +512,10 @@ OVER_STAGES, OVER_BOTH = (
         ),
     ],
 )
-def test_axes_that_the_compiler_splits_equal_the_plain_model(
-    schedule, optimizer, rules, axes
-):
+def test_axes_that_the_compiler_splits_equal_the_plain_model(schedule, optimizer, rules, axes):
     """Each part is split over them too, as the weights of stages are: [6, 4] of [11, 4] over 2 devices."""
     model = oracles.PlainModel(layers_of(None, None), KEY)
-    losses, _, params = oracles.train(
-        model, model.params, mean_loss, optimizer, batches(3)
-    )
+    losses, _, params = oracles.train(model, model.params, mean_loss, optimizer, batches(3))
     pipe = pipeline(
         layers_of("vocab", "vocab"),
         schedule,
@@ -685,9 +633,7 @@ def test_stages_accumulate_factors_beside_parts(data):
 
 
 def test_the_rank_of_compressed_gradients_of_parts():
-    with refused(
-        r"the gradient of a device's part of a weight \(1x4\).* at most rank 1"
-    ):
+    with refused(r"the gradient of a device's part of a weight \(1x4\).* at most rank 1"):
         pipeline(
             layers_of(),
             jpipe.schedules.gpipe(4, N),
@@ -723,9 +669,7 @@ def test_a_part_must_be_used():
 
 def test_an_unaware_loss_is_refused():
     def loss(outputs, batch):
-        return optax.softmax_cross_entropy_with_integer_labels(
-            outputs, batch["labels"]
-        ).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]).mean()
 
     with pytest.raises(TypeError, match="jpipe.vocabulary.cross_entropy"):
         pipe = pipeline(layers_of(), jpipe.schedules.gpipe(2, N), loss=loss)
@@ -761,9 +705,7 @@ def test_tables_that_cannot_run_the_head():
 def test_tied_matrices_are_split_alike():
     with refused("must all be split over the axis"):
         layers = layers_of("stage", None, tied=True)
-        pipeline(layers, jpipe.schedules.gpipe(2, N), ties=TIES).init(
-            KEY, batches(1)[0]
-        )
+        pipeline(layers, jpipe.schedules.gpipe(2, N), ties=TIES).init(KEY, batches(1)[0])
 
 
 @pytest.mark.exhaustive
@@ -774,8 +716,6 @@ def test_replicas_share_the_updates_of_the_stages():
         layers_of(None, None),
         jpipe.schedules.gpipe(2, 2),
         mesh=jpipe.make_mesh(stage=2, data=2),
-        optimizer=optax.chain(
-            jpipe.optim.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-2)
-        ),
+        optimizer=optax.chain(jpipe.optim.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-2)),
         shard_optimizer=True,
     )

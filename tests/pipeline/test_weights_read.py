@@ -47,9 +47,7 @@ def test_without_a_delay_hooks_are_not_asked():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name,readers", [("pipedream", []), ("pipemare", ["backward"])]
-)
+@pytest.mark.parametrize("name,readers", [("pipedream", []), ("pipemare", ["backward"])])
 def test_a_backward_that_reads_what_the_forward_read_is_not_corrected(name, readers):
     schedule = getattr(jpipe.schedules, name)(2, 1, ticks="paired")
     pipe = pipeline(schedule, backward_params=corrected_params)
@@ -65,12 +63,8 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
     with jax.enable_x64(True):
         family = FAMILY.in_dtype("float64")
         plain = oracles.PlainModel(family.layers, KEY)
-        options = dict(
-            loss=cross_entropy, optimizer=SGD_T2, backward_params=corrected_params
-        )
-        first = jpipe.Pipeline(
-            family.layers, schedule=jpipe.schedules.gpipe(3, 1), **options
-        )
+        options = dict(loss=cross_entropy, optimizer=SGD_T2, backward_params=corrected_params)
+        first = jpipe.Pipeline(family.layers, schedule=jpipe.schedules.gpipe(3, 1), **options)
         second = jpipe.Pipeline(
             family.layers,
             schedule=jpipe.schedules.pipemare(3, 1, ticks="paired"),
@@ -81,9 +75,7 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
         for batch in batches[:2]:
             state, _ = first.step(state, batch)
         params = first.get_params(state)
-        stage_of_layer = [
-            r.stage for r in second.partition(batches[0]) for _ in range(*r.layers)
-        ]
+        stage_of_layer = [r.stage for r in second.partition(batches[0]) for _ in range(*r.layers)]
         _, want = oracles.train_with_delays(
             plain,
             stage_of_layer,
@@ -106,9 +98,7 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
 @pytest.mark.exhaustive
 def test_a_flushed_state_reads_as_a_fresh_one_does():
     """Every version slot has the newest weights, and what the hook makes of them."""
-    pipe = pipeline(
-        jpipe.schedules.pipemare(3, 2, ticks="paired"), backward_params=corrected_params
-    )
+    pipe = pipeline(jpipe.schedules.pipemare(3, 2, ticks="paired"), backward_params=corrected_params)
     batches = FAMILY.batches(5, 4)
     state = pipe.init(KEY, batches[0])
     for batch in batches:
@@ -173,9 +163,7 @@ def test_a_transform_whose_state_no_hook_reads_warns():
 def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     """Of a trunk of equal layers, from the arguments and temporaries of the compiled step."""
     dim, num_layers = 64, 24  # of a stage
-    schedule = getattr(jpipe.schedules, name)(
-        4, N, **({} if name == "gpipe" else {"ticks": "paired"})
-    )
+    schedule = getattr(jpipe.schedules, name)(4, N, **({} if name == "gpipe" else {"ticks": "paired"}))
     pipe = jpipe.Pipeline(
         [functools.partial(nnx.Linear, dim, dim, use_bias=False)] * 4 * num_layers,
         loss=lambda outputs, batch: jnp.mean(outputs**2),

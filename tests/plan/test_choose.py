@@ -30,11 +30,7 @@ def chosen(profile=PROFILE, machine=FOUR, batch_size=16, **options):
 
 
 def of(candidates, **fields):
-    return [
-        c
-        for c in candidates
-        if all(getattr(c, name) == value for name, value in fields.items())
-    ]
+    return [c for c in candidates if all(getattr(c, name) == value for name, value in fields.items())]
 
 
 @pytest.mark.exhaustive
@@ -49,10 +45,7 @@ def test_every_candidate_is_what_it_says():
         profile = dataclasses.replace(PROFILE, recompute=c.recompute)
         again = predict(table, profile, c.boundaries, FOUR, c.num_replicas)
         assert again.seconds == c.prediction.seconds
-    key = [
-        (c.schedule, str(c.options), c.num_stages, c.num_replicas, c.recompute)
-        for c in found
-    ]
+    key = [(c.schedule, str(c.options), c.num_stages, c.num_replicas, c.recompute) for c in found]
     assert len(set(key)) == len(key)
     names = {c.schedule for c in found}
     assert names == set(jpipe.schedules.names()) - {"forward_only"}
@@ -142,10 +135,7 @@ def test_every_number_of_microbatches_is_planned(num_devices, asynchronous):
 
 def test_two_bw_needs_as_many_microbatches_as_its_builder_says():
     """Two stages in paired ticks need three microbatches."""
-    two = {
-        N: chosen(machine=Machine(2), batch_size=2 * N, asynchronous=True)
-        for N in (2, 3)
-    }
+    two = {N: chosen(machine=Machine(2), batch_size=2 * N, asynchronous=True) for N in (2, 3)}
     (plan,) = two[2].skipped
     assert plan.label == "pipedream_2bw paired"
     assert "must be at least 3 for 2 stages in paired ticks, got 2" in plan.why
@@ -214,9 +204,7 @@ def test_a_memory_limit_is_kept():
     fitting = [c for c in kept if c.fits]
     assert fitting == kept[: len(fitting)] and 0 < len(fitting) < len(kept)
     assert all(c.prediction.num_bytes <= limit for c in fitting)
-    assert all(
-        f"the limit is {size_text(limit)}" in c.why for c in kept[len(fitting) :]
-    )
+    assert all(f"the limit is {size_text(limit)}" in c.why for c in kept[len(fitting) :])
     best = min(c.prediction.seconds for c in found if c.prediction.num_bytes <= limit)
     assert kept[0].prediction.seconds == best
 
@@ -231,9 +219,7 @@ def test_stages_with_fewer_bytes_where_the_fastest_cut_does_not_fit():
     """The first layer takes all the time and two of the last three all the weights."""
     slow, one, two, *heavy, last = PROFILE.layers
     slow = dataclasses.replace(slow, forward_and_stash=jpipe.plan.Seconds(100.0))
-    large = tuple(
-        jax.ShapeDtypeStruct((100, *a.shape), a.dtype) for a in heavy[0].parameters
-    )
+    large = tuple(jax.ShapeDtypeStruct((100, *a.shape), a.dtype) for a in heavy[0].parameters)
     heavy = [dataclasses.replace(h, kind=99, parameters=large) for h in heavy]
     profile = dataclasses.replace(PROFILE, layers=(slow, one, two, *heavy, last))
     free = of(chosen(profile, Machine(2)), schedule="gpipe", num_stages=2)[0]
@@ -246,14 +232,10 @@ def test_stages_with_fewer_bytes_where_the_fastest_cut_does_not_fit():
 
 def test_several_sizes_of_microbatch():
     """A larger microbatch that takes no longer wins; sizes that do not divide are left out."""
-    large = timed(
-        profile_of("mlp", 4), forward_and_stash=1.0, backward=2.0, input_grad=1.0
-    )
+    large = timed(profile_of("mlp", 4), forward_and_stash=1.0, backward=2.0, input_grad=1.0)
     odd = timed(profile_of("mlp", 3))
     found = chosen([PROFILE, large, odd], Machine(1))
-    assert [(c.microbatch_size, c.num_microbatches) for c in found if not c.why] == [
-        (4, 4)
-    ]
+    assert [(c.microbatch_size, c.num_microbatches) for c in found if not c.why] == [(4, 4)]
     assert {c.microbatch_size for c in found} == {2, 4}
 
 
@@ -265,15 +247,11 @@ def test_reasons():
     waits = [c for c in found if "wait for" in c.why]
     assert waits and all("bubble" in c.why for c in waits)
     total = chosen(machine=Machine(2, memory_limit=1000.0))[-1]
-    assert total.why.startswith(
-        f"needs {size_text(total.prediction.num_bytes)} per device"
-    )
+    assert total.why.startswith(f"needs {size_text(total.prediction.num_bytes)} per device")
 
 
 def test_wrong_input():
-    with pytest.raises(
-        ValueError, match=r"profiled .* sizes, \[2\], fits a minibatch of 7"
-    ):
+    with pytest.raises(ValueError, match=r"profiled .* sizes, \[2\], fits a minibatch of 7"):
         chosen(batch_size=7)
     with pytest.raises(ValueError, match="Did you mean 'gpipe'"):
         chosen(schedule_names=["gpip"])
@@ -317,18 +295,11 @@ def test_copies_are_reduced_once_per_minibatch():
     table = jpipe.schedules.gpipe(2, 6, replicas=(3, 1))
     slow = Machine(4, bandwidth=(1e6, 1e6))
     fast = Machine(4, bandwidth=(1e15, 1e15))
-    profile = timed(
-        PROFILE, forward=1.0, backward=1.0, forward_and_stash=1.0, update=0.0
-    )
+    profile = timed(PROFILE, forward=1.0, backward=1.0, forward_and_stash=1.0, update=0.0)
     light, lighter = (
-        dataclasses.replace(
-            profile, layers=tuple(with_weights(layer, n) for layer in profile.layers)
-        )
+        dataclasses.replace(profile, layers=tuple(with_weights(layer, n) for layer in profile.layers))
         for n in (1.5e6, 0.75e6)
     )
-    difference = [
-        predict(table, p, [5], slow).seconds - predict(table, p, [5], fast).seconds
-        for p in (light, lighter)
-    ]
+    difference = [predict(table, p, [5], slow).seconds - predict(table, p, [5], fast).seconds for p in (light, lighter)]
     # Five layers on three devices: four turns of a third of their bytes.
     assert difference[0] - difference[1] == pytest.approx(4 * 5 * 3e6 / 3 / 1e6)

@@ -52,13 +52,10 @@ def test_bytes_are_those_of_the_pipeline(table, slots, others):
     assert (got.memory.weights == 0) == (got.memory.gradients == 0) == (others == 1)
     # Counters stay on the device, and rows of pools in host memory are not joined in vectors.
     of_state = sum(
-        groups[name].num_bytes("cpu", "pinned_host")
-        for name in ("optimizer_state", "parameters", "gradients")
+        groups[name].num_bytes("cpu", "pinned_host") for name in ("optimizer_state", "parameters", "gradients")
     )
     stashes = sum(
-        a.size * a.dtype.itemsize
-        for arrays in groups["buffers"].shapes["host_stash"].values()
-        for a in arrays.values()
+        a.size * a.dtype.itemsize for arrays in groups["buffers"].shapes["host_stash"].values() for a in arrays.values()
     )
     assert stashes <= got.memory.host <= 1.2 * (of_state + stashes)
     in_flight = groups["buffers"].num_bytes("cpu")
@@ -78,9 +75,7 @@ def test_seconds_are_bytes_by_bandwidth():
     moved = 2 * 0.5 * plain.memory.optimizer
     assert half.host_seconds == pytest.approx(moved / 1000)
     assert half.seconds == pytest.approx(plain.seconds + moved / 1000)
-    assert half.num_bytes == pytest.approx(
-        plain.num_bytes - 0.5 * plain.memory.optimizer, abs=1
-    )
+    assert half.num_bytes == pytest.approx(plain.num_bytes - 0.5 * plain.memory.optimizer, abs=1)
 
 
 def test_weights_and_gradients_move_with_every_microbatch():
@@ -136,9 +131,7 @@ def test_plans_that_fit_only_with_host_memory():
     assert best.offload.optimizer == 1 and 0 < best.offload.weights < 1
     assert best.offload.gradients == best.offload.weights
     # Where all fits, nothing is in host memory.
-    assert not any(
-        c.offload for c in choose(PROFILE, Machine(3), 16, host_bandwidth=1.0)
-    )
+    assert not any(c.offload for c in choose(PROFILE, Machine(3), 16, host_bandwidth=1.0))
 
 
 def test_wrong_bandwidths_are_refused():

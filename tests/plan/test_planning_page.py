@@ -9,9 +9,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-(PROGRAM,) = re.findall(
-    r"```python\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), flags=re.S
-)
+(PROGRAM,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), flags=re.S)
 # Measures each program for a moment, and no machine.
 QUICK = """
 import functools, jpipe, jpipe.plan

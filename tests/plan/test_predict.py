@@ -54,9 +54,7 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     schedule = schedule_named(name, 3, 4)
     pipe = pipeline(family, schedule, boundaries=CUTS[family], recompute=recompute)
     want = without_compiling(pipe, FAMILIES[family].batches(1, 8)[0])
-    profile = dataclasses.replace(
-        timed(profile_of(family), forward=1.0), recompute=recompute
-    )
+    profile = dataclasses.replace(timed(profile_of(family), forward=1.0), recompute=recompute)
     got = predict(schedule, profile, CUTS[family], FREE).memory
     for part in ("weights", "gradients", "batch"):
         assert getattr(got, part) == getattr(want, part), part
@@ -78,9 +76,7 @@ def test_bytes_of_versions_that_the_optimizer_reads(name):
     want = without_compiling(pipe, batch)
     got = predict(schedule, timed(profile, forward=1.0), CUTS[family], FREE).memory
     assert got.weights == want.weights
-    plain = pipeline(
-        family, schedule, boundaries=CUTS[family], optimizer=optax.sgd(0.1)
-    )
+    plain = pipeline(family, schedule, boundaries=CUTS[family], optimizer=optax.sgd(0.1))
     assert plain.profile(batch, programs=()).reads == ()
     more = want.weights > without_compiling(plain, batch).weights
     assert more == (name == "pipemare/unit")
@@ -103,8 +99,7 @@ def test_bytes_with_compression(messages, gradients):
     profile = timed(profile_of(family), forward=1.0)
     free = dataclasses.replace(FREE, num_devices=6)
     plain, got = (
-        predict(schedule, profile, cut, free, num_replicas=2, **options).memory
-        for options in ({}, compressors)
+        predict(schedule, profile, cut, free, num_replicas=2, **options).memory for options in ({}, compressors)
     )
     assert got.compression == want.compression
     assert (got.compression > 0) == (gradients is not None)
@@ -119,9 +114,7 @@ def test_compressed_messages_and_gradients_are_faster():
     profile = timed(profile_of(family), forward=1.0)
 
     def seconds(**options):
-        prediction = predict(
-            schedule, profile, CUTS[family], machine, num_replicas=2, **options
-        )
+        prediction = predict(schedule, profile, CUTS[family], machine, num_replicas=2, **options)
         return prediction.seconds
 
     plain = seconds()
@@ -135,7 +128,9 @@ def test_compressed_messages_and_gradients_are_faster():
 @pytest.mark.parametrize("name", ["gpipe", "pipedream/paired", "pipemare/unit"])
 @pytest.mark.sampled(3)
 def test_bytes_of_weights_that_only_hooks_give(name):
-    """PipeDream's backwards read the weights of their forwards, so corrected ones are not kept; GPipe delays nothing."""
+    """PipeDream's backwards read the weights of their forwards, so corrected ones are not kept; GPipe delays
+    nothing.
+    """
     optimizer = optax.chain(
         optax.sgd(0.1, momentum=0.9),
         jpipe.optim.correct_discrepancy(0.5),
@@ -234,9 +229,7 @@ def test_seconds_by_hand():
         update=0.5,
         input_grad=9.0,
     )
-    machine = Machine(
-        2, bandwidth=(1e3, 1e3), latency=0.25, tick=0.125, jitter=0.5, step=7.0
-    )
+    machine = Machine(2, bandwidth=(1e3, 1e3), latency=0.25, tick=0.125, jitter=0.5, step=7.0)
     found = predict(jpipe.schedules.gpipe(2, 4), profile, [2], machine)
     # 2 samples of 8 floats between the stages; the second stage is the slower, but for
     # the first of the forwards and the last of the backwards. 4 ticks send each way, and

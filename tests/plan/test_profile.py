@@ -150,9 +150,7 @@ def test_a_policy_and_a_compute_dtype_change_the_stash():
     assert of["policy"].recompute == "nothing_saveable"
     assert of["bfloat16"].layers[1].stash_bytes == 2 * B * (NARROW + 8)
     assert of["bfloat16"].layers[0].activation_bytes == (2 * B * NARROW,)
-    assert of["bfloat16"].layers[1].activation_bytes == (
-        4 * B * NARROW,
-    )  # for the loss
+    assert of["bfloat16"].layers[1].activation_bytes == (4 * B * NARROW,)  # for the loss
     assert of["bfloat16"].layers[0].parameter_bytes == 4 * 2 * NARROW * 8
     assert of["bfloat16"].compute_dtype == "bfloat16"
 
@@ -221,9 +219,7 @@ def test_every_form_of_layer():
     assert graph.edges == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (1, 3))
     assert graph.nodes[1].activation_bytes == (32, 32)
     seconds = [node.seconds for node in graph.nodes]
-    np.testing.assert_allclose(
-        seconds, np.add(found.seconds("forward"), found.seconds("backward"))
-    )
+    np.testing.assert_allclose(seconds, np.add(found.seconds("forward"), found.seconds("backward")))
 
 
 @pytest.mark.exhaustive
@@ -318,14 +314,9 @@ def test_updates_of_labelled_layers_are_apart():
     """Layers of one kind may have optimizers of their own."""
 
     def label(tree):
-        return [
-            jax.tree.map(lambda _, i=i: "adam" if i == 0 else "sgd", each)
-            for i, each in enumerate(tree)
-        ]
+        return [jax.tree.map(lambda _, i=i: "adam" if i == 0 else "sgd", each) for i, each in enumerate(tree)]
 
-    optimizer = optax.multi_transform(
-        {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, label
-    )
+    optimizer = optax.multi_transform({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, label)
     pipe = pipeline([dense(4, 4)] * 3, optimizer=optimizer)
     found = profiled(pipe, batch_of(), programs=("update",))
     first, second, _ = (layer.optimizer_bytes for layer in found.layers)

@@ -71,9 +71,7 @@ def configs(graph, of_matmul):
     """Products as `of_matmul` says, by their number; the rest whole on device 0."""
     products = itertools.count()
     return tuple(
-        of_matmul(next(products))
-        if operator.kind == "dot_general"
-        else soap.Config((1,) * len(operator.loops), (0,))
+        of_matmul(next(products)) if operator.kind == "dot_general" else soap.Config((1,) * len(operator.loops), (0,))
         for operator in graph.operators
     )
 
@@ -116,9 +114,7 @@ def test_shares_of_columns_and_rows():
 def test_shares_of_samples():
     """By hand: two devices add up gradients of the weights in a ring, in which each sends all bytes once."""
     t = traced(ROWS)
-    strategy = configs(
-        t.graph, lambda number: soap.Config(degrees_of(t.graph, "S", number), (0, 1))
-    )
+    strategy = configs(t.graph, lambda number: soap.Config(degrees_of(t.graph, "S", number), (0, 1)))
     shares = tensor.layer_shares(t, two(1.0), strategy)
     for share in shares[:-1]:
         np.testing.assert_allclose([share.forward, share.backward], 0.5, rtol=1e-6)
@@ -138,9 +134,7 @@ def test_costs_of_a_split_layer():
         expected = {
             "forward": 1e-3 * share.forward + share.forward_messages,
             "forward_and_stash": 1e-3 * share.forward + share.forward_messages,
-            "backward": 2e-3 * share.backward
-            + share.backward_messages
-            + share.weight_messages,
+            "backward": 2e-3 * share.backward + share.backward_messages + share.weight_messages,
             "input_grad": 1e-3 * share.backward + share.backward_messages,
             "weight_grad": 1e-3 * share.backward + share.weight_messages,
             "update": 0.5e-4,
@@ -234,10 +228,7 @@ def test_both_may_be_faster_than_either(profiles):
 
 def test_the_seed_decides(profiles):
     t = traced(ROWS)
-    first, again = (
-        tensor.search(profiles[0], t, FAST, 4, num_proposals=50, seed=3)
-        for _ in range(2)
-    )
+    first, again = (tensor.search(profiles[0], t, FAST, 4, num_proposals=50, seed=3) for _ in range(2))
     assert first.strategy == again.strategy
     assert first.profile == again.profile
 
@@ -263,18 +254,12 @@ def test_devices_that_share_cores(measured_on):
     """Four devices on two cores compute everything, each all of it: by hand."""
     t = traced(ROWS)
     machine = Machine(4, bandwidth=(1e9, 1e9), num_cores=2.0)
-    everything = configs(
-        t.graph, lambda number: soap.Config(degrees_of(t.graph, "", number), (0,))
-    )
+    everything = configs(t.graph, lambda number: soap.Config(degrees_of(t.graph, "", number), (0,)))
     measured = dataclasses.replace(profile(), num_devices=measured_on)
     group = tensor.soap_machine(measured, t, machine, 4)
     found = tensor.split(measured, t, group, everything)
     ranking = tensor.choose([measured], machine, ROWS, [found])
-    (together,) = (
-        c
-        for c in ranking
-        if c.num_tensor_devices == 4 and c.recompute == "none" and c.num_stages == 1
-    )
+    (together,) = (c for c in ranking if c.num_tensor_devices == 4 and c.recompute == "none" and c.num_stages == 1)
     # What was measured on more devices than cores had half of a core, or one of two.
     of_core = min(2 / measured_on, 1.0)
     seconds = of_core * LAYERS * (3e-3 + 1e-4)

@@ -55,12 +55,8 @@ one_f_one_b = jpipe.schedules.one_f_one_b
 CASES = {
     "key": lambda p: init(seed=p),
     "batch": lambda p: init(num_rows=8 + 4 * p),
-    "schedule": lambda p: init(
-        pipeline(schedule=(jpipe.schedules.gpipe, one_f_one_b)[p](2, 2))
-    ),
-    "ticks": lambda p: init(
-        pipeline(schedule=one_f_one_b(2, 2, ticks=("paired", "unit")[p]))
-    ),
+    "schedule": lambda p: init(pipeline(schedule=(jpipe.schedules.gpipe, one_f_one_b)[p](2, 2))),
+    "ticks": lambda p: init(pipeline(schedule=one_f_one_b(2, 2, ticks=("paired", "unit")[p]))),
     "boundaries": lambda p: init(pipeline(boundaries=[1 + p])),
     "balance": lambda p: init(pipeline(boundaries=("flops", "memory")[p])),
     "number of layers": lambda p: init(pipeline(num_layers=4 + p)),

@@ -97,9 +97,7 @@ def main(layout: str, schedule: str, folder: str) -> None:
     def own(batch: dict, num_rows: int = 16) -> dict:
         return {k: v[:num_rows][rows_of(num_rows)] for k, v in batch.items()}
 
-    def pipeline(
-        mesh: Mesh, schedule: str, num_microbatches: int, **options: Any
-    ) -> jpipe.Pipeline:
+    def pipeline(mesh: Mesh, schedule: str, num_microbatches: int, **options: Any) -> jpipe.Pipeline:
         return jpipe.Pipeline(
             layers,
             loss=cross_entropy,
@@ -119,13 +117,8 @@ def main(layout: str, schedule: str, folder: str) -> None:
         for i, batch in enumerate(batches):
             state, metrics = pipe.step(state, own(batch))
             found[f"step {i}"] = host(metrics)
-    sharding = NamedSharding(
-        mesh, PartitionSpec("data" if "data" in mesh.shape else None)
-    )
-    whole = {
-        k: jax.make_array_from_callback(v.shape, sharding, v.__getitem__)
-        for k, v in batches[0].items()
-    }
+    sharding = NamedSharding(mesh, PartitionSpec("data" if "data" in mesh.shape else None))
+    whole = {k: jax.make_array_from_callback(v.shape, sharding, v.__getitem__) for k, v in batches[0].items()}
     state, metrics = pipe.step(state, whole)
     found["step of global arrays"] = host(metrics)
     state, metrics = pipe.flush(state)

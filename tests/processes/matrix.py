@@ -123,9 +123,7 @@ class Matrix:
         for name, a in found.items():
             whole = want[name]
             for shard in a.addressable_shards:
-                np.testing.assert_array_equal(
-                    shard.data, whole[shard.index], f"{path} {after} {name}"
-                )
+                np.testing.assert_array_equal(shard.data, whole[shard.index], f"{path} {after} {name}")
         return state
 
     def in_one_process(self):

@@ -71,10 +71,7 @@ def bytes_here(tree) -> int:
 def pipeline(schedule):
     widths, S = WIDTHS * NUM_LAYERS, schedule.num_stages
     return jpipe.Pipeline(
-        [
-            lambda rngs, i=i: nnx.Linear(*widths[i : i + 2], rngs=rngs)
-            for i in range(NUM_LAYERS)
-        ],
+        [lambda rngs, i=i: nnx.Linear(*widths[i : i + 2], rngs=rngs) for i in range(NUM_LAYERS)],
         loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
         optimizer=optax.adam(1e-3),
         schedule=schedule,
@@ -89,11 +86,7 @@ def sizes_of(state, memory):
         "state": sum(a.nbytes for a in jax.tree.leaves(state.kept())),
         "own": bytes_here(state.kept()),
         "private": bytes_here(state.in_flight()),
-        "part": max(
-            shard.data.nbytes
-            for a in state.parameters.values()
-            for shard in a.addressable_shards
-        ),
+        "part": max(shard.data.nbytes for a in state.parameters.values() for shard in a.addressable_shards),
         "temporaries": memory.temporaries * jax.local_device_count(),
     }
 

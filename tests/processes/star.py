@@ -83,9 +83,7 @@ def start(folder: pathlib.Path) -> tuple[int, int]:
         connection = _watchdog.connect(json.loads(path.read_text()), process)
         assert connection is not None
         connections = {0: connection}
-    watchdog = _watchdog.Watchdog(
-        process, connections, silence=SECONDS, progress=SECONDS
-    )
+    watchdog = _watchdog.Watchdog(process, connections, silence=SECONDS, progress=SECONDS)
     _watchdog.start(watchdog)
     return process, count
 

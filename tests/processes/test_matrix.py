@@ -17,9 +17,7 @@ from processes.launching import launch
         pytest.param("parts, sgd", 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_layout_restores_into_every_other_across_processes(
-    family, every, tmp_path
-):
+def test_every_layout_restores_into_every_other_across_processes(family, every, tmp_path):
     """Every number on every device is that of one process which adopts the state."""
     assert matrix.main(tmp_path, family, every) == 0
     done = launch("matrix.py", 2, tmp_path, family, every, devices=8, timeout=3000)

@@ -22,8 +22,7 @@ def test_no_process_holds_the_whole_model(tmp_path, monkeypatch):
     done = launch("memory.py", tmp_path, num_processes=4, timeout=900)
     assert done.returncode == 0, done.stderr
     found = {
-        int(process): json.loads(line)
-        for process, line in re.findall(r"^\[(\d)\] (\{.*)$", done.stdout, flags=re.M)
+        int(process): json.loads(line) for process, line in re.findall(r"^\[(\d)\] (\{.*)$", done.stdout, flags=re.M)
     }
     assert len(found) == 4
     for process, measured in found.items():

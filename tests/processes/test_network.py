@@ -119,6 +119,4 @@ def test_processes_whose_network_is_cut_end(cut_at, machines):
         messages = re.findall(r"^jpipe: (.*)$", read[number], flags=re.M)
         assert process.returncode == 72, read[number]
         (message,) = messages
-        assert message.startswith(
-            f"process {number} ends: process {1 - number} has not been heard of for 15 s"
-        )
+        assert message.startswith(f"process {number} ends: process {1 - number} has not been heard of for 15 s")

@@ -158,15 +158,10 @@ LAYOUTS = [
 @SLOW
 @pytest.mark.parametrize("layout, schedule, num_processes", LAYOUTS)
 def test_every_method_equals_one_process(layout, schedule, num_processes, tmp_path):
-    done = launch(
-        "everything.py", layout, schedule, tmp_path, num_processes=num_processes
-    )
+    done = launch("everything.py", layout, schedule, tmp_path, num_processes=num_processes)
     assert done.returncode == 0, done.stderr
     want = in_one_process(layout, schedule, tmp_path)
-    every = [
-        pickle.loads((tmp_path / f"{p} of {num_processes}").read_bytes())
-        for p in range(num_processes)
-    ]
+    every = [pickle.loads((tmp_path / f"{p} of {num_processes}").read_bytes()) for p in range(num_processes)]
     assert all(found["measured"] == every[0]["measured"] for found in every)
     only_first = {"initial", "params", "mutable state", "params of adopt"}
     for process, found in enumerate(every):
@@ -217,9 +212,7 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
         words = ("restore", "stages of replicas", "one_f_one_b", tmp_path)
         done = launch("checkpointed.py", *words, num_processes=count)
         assert done.returncode == 0, done.stderr
-    one, two = (
-        pickle.loads((tmp_path / f"restore {count}").read_bytes()) for count in (1, 2)
-    )
+    one, two = (pickle.loads((tmp_path / f"restore {count}").read_bytes()) for count in (1, 2))
     assert_equal(two, one)
 
 

@@ -46,10 +46,7 @@ def test_paired_delays_are_table_1_of_the_paper(S, N):
     ],
 )
 def test_goldens(S, N, delays):
-    assert (
-        schedules.pipemare(S, N, ticks="paired").facts().forward_delay.tolist()
-        == delays
-    )
+    assert schedules.pipemare(S, N, ticks="paired").facts().forward_delay.tolist() == delays
 
 
 @pytest.mark.parametrize(("S", "N"), GRID)
@@ -142,9 +139,7 @@ def test_the_default_is_the_layout_with_less_delay(name):
     ("ticks", "least"),
     [("paired", lambda S: 2 * S - 1), ("unit", lambda S: max(S - 1, 1))],
 )
-def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(
-    S, N, ticks, least
-):
+def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(S, N, ticks, least):
     if N < least(S):
         with pytest.raises(
             ValueError,
@@ -160,24 +155,15 @@ def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(
 def test_2bw_versions_of_the_paper():
     """Microbatch k, from 1, reads version max((k - 1) // N - 1, 0): N = 4, section 3.1."""
     schedule = schedules.pipedream_2bw(2, 4)
-    versions = (
-        schedule.forward_versions() + np.arange(5)[:, None, None]
-    )  # [minibatch, N, C]
-    assert (
-        np.maximum(versions[..., 0], 0).ravel()[:16].tolist()
-        == [0] * 8 + [1] * 4 + [2] * 4
-    )
+    versions = schedule.forward_versions() + np.arange(5)[:, None, None]  # [minibatch, N, C]
+    assert np.maximum(versions[..., 0], 0).ravel()[:16].tolist() == [0] * 8 + [1] * 4 + [2] * 4
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_wrong_arguments(name):
-    with pytest.raises(
-        ValueError, match="`num_stages` must be an integer of at least 1, got 0"
-    ):
+    with pytest.raises(ValueError, match="`num_stages` must be an integer of at least 1, got 0"):
         schedules.get(name)(0, 4)
-    with pytest.raises(
-        ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"
-    ):
+    with pytest.raises(ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"):
         schedules.get(name)(2, 4, ticks="half")
 
 

@@ -32,11 +32,7 @@ KINDS = [
         ({"ticks": "paired"}, {"ticks": "unit"}),
     ),
 ]
-COUNTS = [
-    (replicas, max(replicas) + extra)
-    for replicas in REPLICAS
-    for extra in (0, 1, max(replicas), 9)
-]
+COUNTS = [(replicas, max(replicas) + extra) for replicas in REPLICAS for extra in (0, 1, max(replicas), 9)]
 
 
 def build(name, replicas, N, **options):
@@ -106,9 +102,7 @@ def test_delays(replicas, N, ticks):
         got = -table.by_stage(table.forward_versions())
         assert got.tolist() == want
         back = -table.by_stage(table.backward_versions())
-        assert back.tolist() == (
-            want if name == "pipedream" else np.zeros_like(got).tolist()
-        )
+        assert back.tolist() == (want if name == "pipedream" else np.zeros_like(got).tolist())
         assert table.facts().forward_delay.tolist() == np.max(want, axis=0).tolist()
     synced = build("pipedream", replicas, N, ticks=ticks, vertical_sync=True)
     read = -synced.by_stage(synced.forward_versions())
@@ -120,9 +114,7 @@ def test_delays(replicas, N, ticks):
 def test_2bw_takes_what_a_delay_of_one_allows(replicas, ticks):
     """From the least N on, every microbatch of every stage is at most one version behind."""
     for N in range(max(replicas), 3 * sum(replicas)):
-        accepts = schedules.refusal(
-            "pipedream_2bw", len(replicas), N, ticks=ticks, replicas=replicas
-        )
+        accepts = schedules.refusal("pipedream_2bw", len(replicas), N, ticks=ticks, replicas=replicas)
         assert (accepts is None) == (np.max(delays(replicas, N, ticks)) <= 1)
         if accepts is None:
             facts = build("pipedream_2bw", replicas, N, ticks=ticks).facts()
@@ -138,29 +130,19 @@ def test_the_order_of_unit_ticks_is_that_of_pipedreams_runtime(name, replicas):
     table = build(name, replicas, N, ticks="unit")
     for c, s in enumerate(table.stage.tolist()):
         w = oracles.warm_up(replicas)[s]
-        ticks = [
-            getattr(table, f"{kind}_ticks")()[:, c]
-            for kind in ("forward", "backward", "weight_grad")
-        ]
+        ticks = [getattr(table, f"{kind}_ticks")()[:, c] for kind in ("forward", "backward", "weight_grad")]
         F, B, W = (of_kind[of_kind != IDLE] for of_kind in ticks)
         n = len(F)
         if not table.synchronous:  # unroll the round
-            F, B, W = (
-                np.concatenate([of_kind + table.num_ticks * r for r in range(w + 2)])
-                for of_kind in (F, B, W)
-            )
-        order = sorted(
-            [*((t, "F") for t in F), *((t, "B") for t in B), *((t, "W") for t in W)]
-        )
+            F, B, W = (np.concatenate([of_kind + table.num_ticks * r for r in range(w + 2)]) for of_kind in (F, B, W))
+        order = sorted([*((t, "F") for t in F), *((t, "B") for t in B), *((t, "W") for t in W)])
         assert len({t for t, _ in order}) == len(order)  # one operation per tick
         got = "".join(kind for _, kind in order)[: w + 3 * (n - w)]
         assert got == "F" * w + "FBW" * (n - w)
         assert table.facts().in_flight[s] == min(w + 1, N // replicas[s])
 
 
-@pytest.mark.parametrize(
-    "replicas", [(3, 1), (2, 2), (15, 1), (2, 1, 1), (4, 2, 1)], ids=str
-)
+@pytest.mark.parametrize("replicas", [(3, 1), (2, 2), (15, 1), (2, 1, 1), (4, 2, 1)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 5])
 def test_paired_ticks_have_the_bubble_of_a_straight_pipe_of_groups(replicas, groups):
     """If L is a multiple of every r, all devices have equal work in every tick."""
@@ -216,9 +198,7 @@ def test_schedules_without_copies_say_so():
 @pytest.mark.parametrize("replicas,N", COUNTS, ids=str)
 def test_prediction_runs_on_all_copies(replicas, N):
     trained = build("gpipe", replicas, N)
-    table = schedules.forward_only(
-        len(replicas), N, stage=trained.stage, device=trained.device
-    )
+    table = schedules.forward_only(len(replicas), N, stage=trained.stage, device=trained.device)
     assert table.forward_only and table.copies == trained.copies
     for s, r in enumerate(replicas):
         devices = table.device[table.column_of_microbatch[:, s]]

@@ -102,8 +102,7 @@ def test_the_picture_in_the_docstring(name, options):
     blocks = [
         block
         for block in re.split(r"\n\s*\n", schedules.get(name).__doc__)
-        if re.match(r"\s*s0(@0)? ", block)
-        and all(str(value) in block for value in options.values())
+        if re.match(r"\s*s0(@0)? ", block) and all(str(value) in block for value in options.values())
     ]
     counts = re.search(r"S=(\d+), N=(\d+)", blocks[0])
     schedule = build(name, int(counts[1]), int(counts[2]), **options)
@@ -115,9 +114,7 @@ def test_the_picture_in_the_docstring(name, options):
 
 
 @pytest.mark.parametrize("name,options,num_stages,num_microbatches", fitting(TRAINING))
-def test_synchronous_schedules_update_in_the_last_tick(
-    name, options, num_stages, num_microbatches
-):
+def test_synchronous_schedules_update_in_the_last_tick(name, options, num_stages, num_microbatches):
     schedule = build(name, num_stages, num_microbatches, **options)
     if schedule.synchronous:
         assert (schedule.update[:-1] == IDLE).all()
@@ -130,9 +127,7 @@ def test_synchronous_schedules_update_in_the_last_tick(
     [(0, 4, "num_stages"), (4, 0, "num_microbatches"), (4, -1, "num_microbatches")],
 )
 def test_counts_below_one(name, options, num_stages, num_microbatches, guilty):
-    with pytest.raises(
-        ValueError, match=f"`{guilty}` must be an integer of at least 1"
-    ):
+    with pytest.raises(ValueError, match=f"`{guilty}` must be an integer of at least 1"):
         schedules.get(name)(num_stages, num_microbatches, **options)
 
 
@@ -163,9 +158,7 @@ def test_a_file_reads_back(name, options, tmp_path):
 def test_read_names_the_file(tmp_path):
     path = tmp_path / "broken.txt"
     path.write_text("0@0\nB0\nF0,U1\n")
-    with pytest.raises(
-        ValueError, match="broken.txt: schedule 'broken', tick 0, stage 0"
-    ):
+    with pytest.raises(ValueError, match="broken.txt: schedule 'broken', tick 0, stage 0"):
         schedules.read(path)
     path.write_text("0@0\nX0\n")
     with pytest.raises(ValueError, match="broken.txt: line 2: cannot read `X0`"):

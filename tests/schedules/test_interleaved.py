@@ -101,9 +101,7 @@ def test_wrong_input():
         interleaved(5, 4)
     with pytest.raises(ValueError, match="got 1 stages and 2 chunks: .* Use 2 stages"):
         interleaved(1, 4)
-    with pytest.raises(
-        ValueError, match="multiple of its 4 devices, got 6: 8 stages .* Use 8"
-    ):
+    with pytest.raises(ValueError, match="multiple of its 4 devices, got 6: 8 stages .* Use 8"):
         interleaved(8, 6)
     with pytest.raises(ValueError, match="`num_chunks` must be an integer of at least"):
         interleaved(8, 8, num_chunks=0)

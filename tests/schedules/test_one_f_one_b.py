@@ -8,9 +8,7 @@ from jpipe.schedule import IDLE
 from jpipe.schedules import one_f_one_b
 
 GRID = list(itertools.product(range(1, 7), range(1, 9)))
-few_microbatches = pytest.mark.filterwarnings(
-    "ignore:one_f_one_b with num_microbatches"
-)
+few_microbatches = pytest.mark.filterwarnings("ignore:one_f_one_b with num_microbatches")
 
 
 def picture(schedule) -> list[str]:
@@ -44,9 +42,7 @@ def test_closed_forms_of_paired_ticks(num_stages, num_microbatches):
     assert facts.num_ticks == num_microbatches + 2 * num_stages - 2
     assert facts.makespan == 3 * (num_microbatches + num_stages - 1)
     assert facts.bubble == (num_stages - 1) / (num_microbatches + num_stages - 1)
-    np.testing.assert_array_equal(
-        facts.in_flight, np.minimum(num_microbatches, 2 * after + 1)
-    )
+    np.testing.assert_array_equal(facts.in_flight, np.minimum(num_microbatches, 2 * after + 1))
 
 
 @few_microbatches
@@ -79,7 +75,5 @@ def test_unit_ticks_warm_up_then_take_turns(num_stages, num_microbatches):
 
 
 def test_an_unknown_layout_of_ticks():
-    with pytest.raises(
-        ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"
-    ):
+    with pytest.raises(ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"):
         one_f_one_b(4, 8, ticks="half")

@@ -14,9 +14,7 @@ OPTIONS = {
     "forward_only": [{}, {"stage": [1, 0]}, {"stage": [0, 0]}],
     "gpipe": [{}],
     "interleaved": [
-        {"num_chunks": chunks, "ticks": ticks}
-        for chunks in (0, 1, 2, 3)
-        for ticks in ("paired", "unit", "half")
+        {"num_chunks": chunks, "ticks": ticks} for chunks in (0, 1, 2, 3) for ticks in ("paired", "unit", "half")
     ],
     "one_f_one_b": [{}, {"ticks": "unit"}, {"ticks": "half"}],
     "pipedream": [{}, {"ticks": "paired"}, {"vertical_sync": True}, {"ticks": 3}],
@@ -100,18 +98,14 @@ def test_an_unknown_name_lists_all():
 
 
 def test_an_unknown_option():
-    with pytest.raises(
-        ValueError, match="one_f_one_b has no option 'tick'. Did you mean 'ticks'?"
-    ):
+    with pytest.raises(ValueError, match="one_f_one_b has no option 'tick'. Did you mean 'ticks'?"):
         schedules.refusal("one_f_one_b", 4, 8, tick="unit")
     with pytest.raises(ValueError, match="h1 has no option 'ticks'. .*takes: none"):
         schedules.check_options("zero_bubble_h1", ["ticks"])
 
 
 def test_search_result_has_an_old_name():
-    with pytest.warns(
-        DeprecationWarning, match="is now `jpipe.schedules.SearchResult`"
-    ):
+    with pytest.warns(DeprecationWarning, match="is now `jpipe.schedules.SearchResult`"):
         assert schedules.Found is schedules.SearchResult
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         schedules.nothing  # noqa: B018
@@ -128,7 +122,5 @@ import jpipe.draw, jpipe.schedule, jpipe.schedules, jpipe.simulate
 jpipe.draw.text(jpipe.schedules.gpipe(2, 2))
 print(*{"jax", "flax", "optax", "matplotlib"} & set(sys.modules))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""

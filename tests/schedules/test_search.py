@@ -30,9 +30,7 @@ def memory_of(schedule, activations):
             sign = 1 if letter == "F" else 0
             for c, cell in enumerate(row):
                 held[schedule.device[c]] += (
-                    sign
-                    * activations[schedule.stage[c]]
-                    * (sum(part.startswith(letter) for part in cell.split(",")))
+                    sign * activations[schedule.stage[c]] * (sum(part.startswith(letter) for part in cell.split(",")))
                 )
         most = np.maximum(most, held)
         last = "W" if schedule.splits_backward else "B"
@@ -150,9 +148,7 @@ def test_a_placement_over_the_limit_is_left_out():
 def test_wrong_input():
     with pytest.raises(ValueError, match="agree on the number of stages, got none"):
         search(Costs(), 4)
-    with pytest.raises(
-        ValueError, match=r"agree on the number of stages, got \[2, 3\]"
-    ):
+    with pytest.raises(ValueError, match=r"agree on the number of stages, got \[2, 3\]"):
         search(Costs(forward=[1, 2]), 4, num_stages=3)
     with pytest.raises(ValueError, match="must divide the 4 stages, got 3"):
         search(Costs(), 4, num_stages=4, num_devices=3)

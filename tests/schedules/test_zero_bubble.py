@@ -15,9 +15,7 @@ from jpipe.simulate import simulate
 pytestmark = pytest.mark.filterwarnings("ignore:.* with num_microbatches")
 
 
-@pytest.mark.parametrize(
-    "S,N,golden", [(4, 8, 27), (4, 16, 51), (8, 16, 55), (8, 32, 103)]
-)
+@pytest.mark.parametrize("S,N,golden", [(4, 8, 27), (4, 16, 51), (8, 16, 55), (8, 32, 103)])
 def test_h1_golden_makespans(S, N, golden):
     schedule = zero_bubble_h1(S, N)
     for mode in ("lockstep", "dependencies"):
@@ -80,12 +78,7 @@ def in_flight_of_devices(schedule):
     ticks = np.arange(schedule.num_ticks)[:, None, None]
     first, last = schedule.forward_ticks(), schedule.weight_grad_ticks()
     by_column = ((first <= ticks) & (ticks <= last)).sum(axis=1)  # [T, C]
-    return np.array(
-        [
-            by_column[:, schedule.device == d].sum(axis=1).max()
-            for d in range(schedule.num_devices)
-        ]
-    )
+    return np.array([by_column[:, schedule.device == d].sum(axis=1).max() for d in range(schedule.num_devices)])
 
 
 def test_v_needs_two_stages_a_device():

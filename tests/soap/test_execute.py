@@ -1,4 +1,6 @@
-"""Strategies that run: the numbers are those of the plain function, and the collectives those that the strategy implies."""
+"""Strategies that run: the numbers are those of the plain function, and the collectives those that the strategy
+implies.
+"""
 
 import math
 import re
@@ -38,9 +40,7 @@ class Case(NamedTuple):
 
 
 def _conv(weight, x):
-    return lax.conv_general_dilated(
-        x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    return lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def _embed(weight, x):
@@ -73,15 +73,11 @@ CASES = {
     "sum": Case("reduce_sum_0", lambda w, x: (x * w).sum(0), (8, 8)),
     "maximum": Case("reduce_max_0", lambda w, x: (x * w).max(1), (8, 8)),
     "embedding": Case("gather_0", _embed, (16, 8)),
-    "elementwise": Case(
-        "elementwise_0", lambda w, x: jnp.tanh(x * w) + jax.nn.gelu(x), (8, 8)
-    ),
+    "elementwise": Case("elementwise_0", lambda w, x: jnp.tanh(x * w) + jax.nn.gelu(x), (8, 8)),
     "own derivative": Case("elementwise_0", lambda w, x: jax.nn.relu(x * w), (8, 8)),
     "softmax": Case("elementwise_0", lambda w, x: jax.nn.softmax(x * w), (8, 8)),
     "cumulative sum": Case("cumsum_0", lambda w, x: jnp.cumsum(x * w, 1), (8, 8)),
-    "concatenate": Case(
-        "concatenate_0", lambda w, x: jnp.concatenate([x * w, x * x], 1), (8, 8)
-    ),
+    "concatenate": Case("concatenate_0", lambda w, x: jnp.concatenate([x * w, x * x], 1), (8, 8)),
     "stack": Case("stack_0", lambda w, x: jnp.stack([x * w, x * x], 1), (8, 8)),
     "pad": Case("pad_0", lambda w, x: jnp.pad(x * w, ((0, 0), (4, 4))), (8, 8)),
     "window": Case("reduce_window_sum_0", _window, (8, 8, 8), (8, 8, 8)),
@@ -94,9 +90,7 @@ CASES = {
     ),
     "update": Case(
         "dynamic_update_slice_0",
-        lambda w, x: lax.dynamic_update_slice(
-            x * w, x[:, :4], (0, x[0, 0].astype(int))
-        ),
+        lambda w, x: lax.dynamic_update_slice(x * w, x[:, :4], (0, x[0, 0].astype(int))),
         (8, 8),
     ),
     "scan": Case("dot_general_0", _recurrent, (8, 8)),
@@ -107,16 +101,12 @@ CASES = {
 def _strided(weight, x):
     """Shards of rows read windows of several shapes, and the last rows of `x` are not read."""
     names = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(
-        x * x, weight, (2, 1), ((0, 0), (2, 0)), dimension_numbers=names
-    )
+    return lax.conv_general_dilated(x * x, weight, (2, 1), ((0, 0), (2, 0)), dimension_numbers=names)
 
 
 def _dilated(weight, x):
     names, ones = ("NCHW", "OIHW", "NCHW"), (1, 1)
-    return lax.conv_general_dilated(
-        x * x, weight, ones, "SAME", rhs_dilation=(2, 3), dimension_numbers=names
-    )
+    return lax.conv_general_dilated(x * x, weight, ones, "SAME", rhs_dilation=(2, 3), dimension_numbers=names)
 
 
 def _transposed(weight, x):
@@ -125,9 +115,7 @@ def _transposed(weight, x):
 
 def _grouped(groups):
     def function(weight, x):
-        return lax.conv_general_dilated(
-            x * x, weight, (1, 1), "SAME", feature_group_count=groups
-        )
+        return lax.conv_general_dilated(x * x, weight, (1, 1), "SAME", feature_group_count=groups)
 
     return function
 
@@ -141,15 +129,9 @@ WINDOWS = {
     "strided": Case("conv_general_dilated_0", _strided, (3, 3, 4, 4), (4, 10, 8, 4)),
     "dilated": Case("conv_general_dilated_0", _dilated, (4, 4, 3, 2), (4, 4, 8, 8)),
     "transposed": Case("conv_general_dilated_0", _transposed, (3, 3, 4, 4), (4,) * 4),
-    "two groups": Case(
-        "conv_general_dilated_0", _grouped(2), (4, 2, 3, 3), (4, 4, 8, 8)
-    ),
-    "depthwise": Case(
-        "conv_general_dilated_0", _grouped(4), (8, 1, 3, 3), (4, 4, 4, 4)
-    ),
-    "three groups": Case(
-        "conv_general_dilated_0", _grouped(3), (12, 2, 3, 3), (4, 6, 4, 4)
-    ),
+    "two groups": Case("conv_general_dilated_0", _grouped(2), (4, 2, 3, 3), (4, 4, 8, 8)),
+    "depthwise": Case("conv_general_dilated_0", _grouped(4), (8, 1, 3, 3), (4, 4, 4, 4)),
+    "three groups": Case("conv_general_dilated_0", _grouped(3), (12, 2, 3, 3), (4, 6, 4, 4)),
     "largest": Case("reduce_window_max_0", _largest, (8, 8, 8), (8, 8, 8)),
     "negative pad": Case(
         "pad_0",
@@ -157,9 +139,7 @@ WINDOWS = {
         (4, 8),
         (4, 8),
     ),
-    "pad between": Case(
-        "pad_0", lambda w, x: lax.pad(x * w, 1.0, ((0, 0, 0), (1, 0, 1))), (8, 8)
-    ),
+    "pad between": Case("pad_0", lambda w, x: lax.pad(x * w, 1.0, ((0, 0, 0), (1, 0, 1))), (8, 8)),
     "unequal parts": Case(
         "concatenate_0",
         lambda w, x: jnp.concatenate([x[:, :1] * w[:, :1], x * w, x[:, :7]], 1),
@@ -202,7 +182,9 @@ def loss_of(case: Case) -> Callable[..., Any]:
 
 
 def with_degrees(graph, name: str, degrees: tuple[int, ...], num_devices: int):
-    """Data parallelism, but for one operator, or all whose names begin so. Operators without samples are split, too, if they can be."""
+    """Data parallelism, but for one operator, or all whose names begin so. Operators without samples are split, too, if
+    they can be.
+    """
     space = soap.Space(graph, num_devices, executable=True)
     strategy = list(soap.data_parallel(graph, num_devices))
     for i, operator in enumerate(graph.operators):
@@ -217,11 +199,7 @@ def with_degrees(graph, name: str, degrees: tuple[int, ...], num_devices: int):
 def operators_of(operators, name: str):
     """The operator of a name, or all whose names begin so, if it ends with a star."""
     begins = name.rstrip("*")
-    return [
-        o
-        for o in operators
-        if o.name == name or begins != name and o.name.startswith(begins)
-    ]
+    return [o for o in operators if o.name == name or begins != name and o.name.startswith(begins)]
 
 
 def all_degrees(graph, name: str, num_devices: int):
@@ -234,9 +212,7 @@ def all_degrees(graph, name: str, num_devices: int):
 def check_equal(found, expected, message: str = "") -> None:
     for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         scale = np.abs(other).max()
-        np.testing.assert_allclose(
-            one, other, rtol=1e-6, atol=1e-6 * scale, err_msg=message
-        )
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * scale, err_msg=message)
 
 
 def check_numbers(case: Case, num_devices: int, *, in_stages: bool = False) -> None:
@@ -260,11 +236,7 @@ def check_numbers(case: Case, num_devices: int, *, in_stages: bool = False) -> N
         strategy = with_degrees(graph, case.operator, degrees, num_devices)
         config = strategy[list(graph.operators).index(operator)]
         if refusal(operator, config, mesh.shape, in_stages=in_stages):
-            what = (
-                "wrong numbers|several groups|parts of their neighbours"
-                if in_stages
-                else "several groups"
-            )
+            what = "wrong numbers|several groups|parts of their neighbours" if in_stages else "several groups"
             with pytest.raises(ValueError, match=what):
                 splits(graph, strategy, mesh.shape, in_stages=in_stages)
             continue
@@ -284,12 +256,7 @@ def test_numbers_of_every_degree(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive)
-        if name in LONG_WINDOWS
-        else name
-        for name in WINDOWS
-    ],
+    [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG_WINDOWS else name for name in WINDOWS],
 )
 def test_numbers_of_windows_of_every_shape(name):
     check_numbers(WINDOWS[name], 4)
@@ -305,19 +272,13 @@ def test_space_knows_operators_of_the_same_sizes_apart():
 
     def loss(kernel, x):
         wide = jnp.concatenate([x, 2 * x, 3 * x], 1)
-        grouped = lax.conv_general_dilated(
-            wide, kernel, (1, 1), "SAME", feature_group_count=3
-        )
+        grouped = lax.conv_general_dilated(wide, kernel, (1, 1), "SAME", feature_group_count=3)
         return (lax.conv_general_dilated(x, kernel, (1, 1), "SAME") * grouped).sum()
 
     graph = soap.trace(loss, jnp.ones((12, 4, 3, 3)), jnp.ones((4, 4, 4, 4)))
     space = soap.Space(graph, 2, executable=True)
     mesh = soap.device_mesh(2)
-    first, second = (
-        i
-        for i, each in enumerate(graph.operators)
-        if each.kind == "conv_general_dilated"
-    )
+    first, second = (i for i, each in enumerate(graph.operators) if each.kind == "conv_general_dilated")
     for i in (first, second):
         for config in space.configs(i):
             assert refusal(graph.operators[i], config, mesh.shape) is None
@@ -335,10 +296,7 @@ def test_numbers_of_every_degree_on_more_devices(name, num_devices):
 def runs_of(text: str) -> dict[str, int]:
     """Text of each computation of a program -> how often it runs: the body of a loop as often as the loop turns."""
     blocks = {
-        name: body
-        for name, body in re.findall(
-            r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S
-        )
+        name: body for name, body in re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
     }
     turns = {}
     for block, body in blocks.items():
@@ -356,7 +314,9 @@ def runs_of(text: str) -> dict[str, int]:
 
 
 def sent_bytes(text: str) -> int:
-    """Bytes that all devices send in the collectives of a compiled program, each collective by the least that it takes."""
+    """Bytes that all devices send in the collectives of a compiled program, each collective by the least that it
+    takes.
+    """
     return sum(_sent_once(body) * count for body, count in runs_of(text).items())
 
 
@@ -374,32 +334,33 @@ def _sent_once(text: str) -> int:
 
 
 def compiled_text(case: Case, graph, strategy, num_devices: int) -> str:
-    """The text of the program of a loss and the gradient of its weight, which lies where it is read. Every device has the input."""
+    """The text of the program of a loss and the gradient of its weight, which lies where it is read. Every device has
+    the input.
+    """
     mesh = soap.device_mesh(num_devices)
     given = arrays(case)
     split = soap.apply(loss_of(case), graph, strategy, mesh)
     placed_as, _ = soap.argument_shardings(graph, strategy, mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    run = jax.jit(
-        jax.value_and_grad(split, has_aux=True), in_shardings=(placed_as, everywhere)
-    )
+    run = jax.jit(jax.value_and_grad(split, has_aux=True), in_shardings=(placed_as, everywhere))
     return run.lower(*given).compile().as_text()
 
 
 TURNS = 4
-"""Of the loops of `_recurrent`. XLA sends in every turn what the simulator sends once: it adds up the gradient of a weight so."""
+"""Of the loops of `_recurrent`. XLA sends in every turn what the simulator sends once: it adds up the gradient of a
+weight so.
+"""
 
 
 def bytes_of_whole_sums(graph, strategy, num_devices: int) -> int:
     """What XLA sends on CPUs because it has no reduce-scatter there: it adds up the whole result on every device.
 
-    So it does with terms of sums, and with gradients by what several shards read. A scatter of the result would send half.
+    So it does with terms of sums, and with gradients by what several shards read. A scatter of the result would send
+    half.
     """
     regions, more = Regions(graph), 0
     for i, (operator, config) in enumerate(zip(graph.operators, strategy)):
-        parts = math.prod(
-            d for d, each in zip(config.degrees, operator.loops) if each.kind == "R"
-        )
+        parts = math.prod(d for d, each in zip(config.degrees, operator.loops) if each.kind == "R")
         for output in operator.outputs:
             num_bytes = graph.tensors[output].num_bytes
             more += (parts - 1) * num_bytes * num_devices // parts
@@ -432,9 +393,7 @@ def check_bytes(case: Case, num_devices: int, turns: int = 1) -> None:
         assert 0 < sent_bytes(text) <= predicted, degrees
 
 
-@pytest.mark.parametrize(
-    "name", ["dense", "embedding", "softmax", "sort", "concatenate", "top k", "window"]
-)
+@pytest.mark.parametrize("name", ["dense", "embedding", "softmax", "sort", "concatenate", "top k", "window"])
 def test_collectives_send_no_more_than_predicted(name):
     check_bytes(CASES[name], 2)
 
@@ -597,9 +556,7 @@ def test_kinds_of_collectives_of_a_dense_layer(degrees, kinds):
     assert {each.kind for each in found} == kinds
 
 
-@pytest.mark.parametrize(
-    "degrees, whole", [((2, 1, 1, 1, 1), False), ((1, 2, 1, 1, 1), True)]
-)
+@pytest.mark.parametrize("degrees, whole", [((2, 1, 1, 1, 1), False), ((1, 2, 1, 1, 1), True)])
 def test_an_input_is_whole_where_shards_share_parts_of_it(degrees, whole):
     case = CASES["convolution"]
     graph = soap.trace(loss_of(case), *arrays(case))
@@ -612,14 +569,10 @@ def test_a_mask_is_computed_together_with_its_result():
     """Otherwise XLA may hold the array below the mask until the backward."""
     case = CASES["own derivative"]
     graph = soap.trace(loss_of(case), *arrays(case))
-    split = soap.apply(
-        loss_of(case), graph, soap.data_parallel(graph, 2), soap.device_mesh(2)
-    )
+    split = soap.apply(loss_of(case), graph, soap.data_parallel(graph, 2), soap.device_mesh(2))
     program = jax.make_jaxpr(jax.grad(split, has_aux=True))(*arrays(case))
     barriers = [
-        {v.aval.dtype.name for v in eqn.outvars}
-        for eqn in program.eqns
-        if eqn.primitive.name == "optimization_barrier"
+        {v.aval.dtype.name for v in eqn.outvars} for eqn in program.eqns if eqn.primitive.name == "optimization_barrier"
     ]
     assert barriers == [{"bool", "float64"}]
 

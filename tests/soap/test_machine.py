@@ -150,11 +150,7 @@ def test_experts():
     graph = soap_graphs.lenet()
     trick = soap.one_weird_trick(graph, 4)
     for operator, config in zip(graph.operators, trick):
-        split = {
-            loop.kind
-            for loop, degree in zip(operator.loops, config.degrees)
-            if degree > 1
-        }
+        split = {loop.kind for loop, degree in zip(operator.loops, config.degrees) if degree > 1}
         if operator.kind == "conv_general_dilated":
             assert split == {"S"}
         if operator.name in ("dot_general_0", "dot_general_1"):
@@ -163,11 +159,7 @@ def test_experts():
     found = soap.megatron(graph, 4)
     by_weight = {}
     for i, config in enumerate(found):
-        kinds = [
-            loop.kind
-            for loop, degree in zip(graph.operators[i].loops, config.degrees)
-            if degree > 1
-        ]
+        kinds = [loop.kind for loop, degree in zip(graph.operators[i].loops, config.degrees) if degree > 1]
         for name in graph.weights_of(i):
             by_weight[name.rpartition(".")[2]] = kinds
     columns, rows = ["P"], ["R"]

@@ -1,4 +1,6 @@
-"""Shards of operators as programs: they have the shapes of the shards, compute what the function does, and are timed once."""
+"""Shards of operators as programs: they have the shapes of the shards, compute what the function does, and are timed
+once.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +32,7 @@ def test_programs_of_shards_have_the_shapes_of_shards(name):
             outputs = iter(jax.eval_shape(function, *inputs))
             for member in operator.equations:
                 for value, dims in zip(member.equation.outputs, member.writes):
-                    wanted = tuple(
-                        n if d is None else shape[d] for n, d in zip(value.shape, dims)
-                    )
+                    wanted = tuple(n if d is None else shape[d] for n, d in zip(value.shape, dims))
                     assert next(outputs).shape == wanted
 
 
@@ -78,9 +78,7 @@ def test_the_measured_backward_is_the_gradient():
 
 def test_measured_seconds(tmp_path):
     weight = soap_graphs.weight
-    graph = soap.trace(
-        lambda w, x: jnp.tanh(x @ w).sum(), weight(64, 64), weight(32, 64)
-    )
+    graph = soap.trace(lambda w, x: jnp.tanh(x @ w).sum(), weight(64, 64), weight(32, 64))
     machine = soap_graphs.machine(2)
     path = tmp_path / "profile.json"
     costs = soap.Profile(machine, path, measure)

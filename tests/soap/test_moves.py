@@ -18,10 +18,7 @@ def all_specs(num_dims):
     """Every way to place no, some or all of the axes on dims, in every order."""
     for places in itertools.product([None, *range(num_dims)], repeat=len(SIZES)):
         for order in itertools.permutations(zip(SIZES, places)):
-            yield tuple(
-                tuple(name for name, place in order if place == dim)
-                for dim in range(num_dims)
-            )
+            yield tuple(tuple(name for name, place in order if place == dim) for dim in range(num_dims))
 
 
 def axes_of(spec):
@@ -64,9 +61,7 @@ def elements_sent(shape, specs):
     grid = np.arange(np.prod(shape)).reshape(shape)
     for before, after in itertools.pairwise(specs):
         for a, b in itertools.product(range(2), repeat=2):
-            has, wanted = (
-                part_of(grid, spec, {"a": a, "b": b}) for spec in (before, after)
-            )
+            has, wanted = (part_of(grid, spec, {"a": a, "b": b}) for spec in (before, after))
             total += len(set(wanted) - set(has))
     return total
 
@@ -110,7 +105,9 @@ def test_no_step_splits_a_dim_unevenly():
 
 @pytest.mark.parametrize("devices", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_one_dim_to_two_is_no_gather(devices):
-    """Positions in four parts, then halves of samples and channels: each device sends parts, and none gets the whole array."""
+    """Positions in four parts, then halves of samples and channels: each device sends parts, and none gets the whole
+    array.
+    """
 
     def loss(w, x):
         return jnp.sum(jnp.cumsum(jnp.einsum("bld,de->ble", x, w), 1) ** 2)
@@ -120,17 +117,14 @@ def test_one_dim_to_two_is_no_gather(devices):
     args = [jnp.asarray(a, jnp.float32) for a in args]
     graph = soap.trace(loss, *args)
     product, total = (
-        next(i for i, o in enumerate(graph.operators) if o.kind == kind)
-        for kind in ("dot_general", "cumsum")
+        next(i for i, o in enumerate(graph.operators) if o.kind == kind) for kind in ("dot_general", "cumsum")
     )
     loops = [loop.size for loop in graph.operators[total].loops]
     strategy = list(soap.data_parallel(graph, 4))
     strategy[product] = soap.Config((1, 4, 1, 1), (0, 1, 2, 3))
     degrees = tuple(2 if size in (8, 32) else 1 for size in loops)
     strategy[total] = soap.Config(degrees, devices)
-    run = jax.jit(
-        jax.value_and_grad(soap.apply(loss, graph, strategy, soap.device_mesh(4)))
-    )
+    run = jax.jit(jax.value_and_grad(soap.apply(loss, graph, strategy, soap.device_mesh(4))))
     value, gradient = run(*args)
     expected = jax.value_and_grad(loss)(*args)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)

@@ -57,9 +57,7 @@ IMAGES = {
 
 
 def graph_of(num_rows: int, layers=LAYERS, batch=BATCH) -> soap.OperatorGraph:
-    batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), batch
-    )
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), batch)
     return layers_graph(as_layers(layers), Loss.of(_loss, False), batch).graph
 
 

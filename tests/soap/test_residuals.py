@@ -40,19 +40,13 @@ def test_the_derivative_depends_on_what_it_is_said_to_read(name):
     """The gradient at other operands changes exactly if the derivative reads something."""
     rng = np.random.default_rng(0)
     x, y, other_x, other_y = rng.uniform(0.3, 0.7, (4, 3, 3)).astype(np.float32)
-    (equation,) = [
-        e
-        for e in flatten(jax.make_jaxpr(ONE[name])(x, y), 100).equations
-        if e.primitive == name
-    ]
+    (equation,) = [e for e in flatten(jax.make_jaxpr(ONE[name])(x, y), 100).equations if e.primitive == name]
     is_array = [v.literal is None for v in equation.inputs]
     values, masked = derivative_reads(equation, is_array)
     out, vjp = jax.vjp(ONE[name], x, y)
     _, other_vjp = jax.vjp(ONE[name], other_x, other_y)
     cotangent = jnp.ones_like(out)
-    is_same = all(
-        np.array_equal(a, b) for a, b in zip(vjp(cotangent), other_vjp(cotangent))
-    )
+    is_same = all(np.array_equal(a, b) for a, b in zip(vjp(cotangent), other_vjp(cotangent)))
     if not masked:  # a mask may be the same for other operands
         assert is_same == (not values)
     leaves = [np.shape(leaf) for leaf in jax.tree.leaves(vjp) if np.ndim(leaf)]
@@ -61,11 +55,7 @@ def test_the_derivative_depends_on_what_it_is_said_to_read(name):
 
 def kept(graph):
     """Shape and bytes per element of what is kept, without what has one number per row."""
-    return sorted(
-        (t.shape, t.item_bytes)
-        for t in graph.tensors
-        if t.kept_for is not None and len(t.shape) > 1
-    )
+    return sorted((t.shape, t.item_bytes) for t in graph.tensors if t.kept_for is not None and len(t.shape) > 1)
 
 
 def test_a_softmax_is_kept_once():

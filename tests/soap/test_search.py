@@ -150,7 +150,9 @@ def test_search_finds_the_optimum_in_95_of_100_seeds():
 
 
 def test_bounds_hold_for_every_strategy():
-    """What the exhaustive search says of the beginning of a strategy is true of random ones, whole and split sums too."""
+    """What the exhaustive search says of the beginning of a strategy is true of random ones, whole and split sums
+    too.
+    """
     machine = soap_graphs.machine(4, inside=2)
     for name, sync in (("lenet", "ring"), ("next_word", "server")):
         graph = getattr(soap_graphs, name)()
@@ -161,10 +163,7 @@ def test_bounds_hold_for_every_strategy():
         branch = PartialStrategy(simulator, space, math.inf, 1)
         strategies = [soap.random_strategy(space, rng) for _ in range(15)]
         for strategy in [*soap.default_starts(graph, 4).values(), *strategies]:
-            strategy = [
-                c if c in set(space.configs(i)) else space.draw(i, rng)
-                for i, c in enumerate(strategy)
-            ]
+            strategy = [c if c in set(space.configs(i)) else space.draw(i, rng) for i, c in enumerate(strategy)]
             loads, bounds = [], []
             for i, config in enumerate(strategy):
                 loads.append(branch._decide(i, config))
@@ -183,10 +182,7 @@ def test_operators_change_together():
     options = dict(max_proposals=1, starts={"data_parallel": start}, seed=0)
     found = soap.search(graph, machine, **options)
     changed = [i for i, (a, b) in enumerate(zip(start, found.strategy)) if a != b]
-    single = [
-        soap.simulate(graph, machine, (*start[:i], found.strategy[i], *start[i + 1 :]))
-        for i in changed
-    ]
+    single = [soap.simulate(graph, machine, (*start[:i], found.strategy[i], *start[i + 1 :])) for i in changed]
     assert len(changed) >= 3
     assert min(each.seconds for each in single) >= found.starts["data_parallel"]
     assert found.seconds < 0.98 * found.starts["data_parallel"]
@@ -246,9 +242,7 @@ def test_memory_limit():
     assert found.seconds >= free.seconds
     with pytest.raises(ValueError, match="no strategy was found that fits into 1000 "):
         soap.search(graph, machine, max_proposals=8, memory_limit=1000)
-    small = soap.trace(
-        lambda w, x: (x @ w).sum(), soap_graphs.weight(4, 4), soap_graphs.weight(4, 4)
-    )
+    small = soap.trace(lambda w, x: (x @ w).sum(), soap_graphs.weight(4, 4), soap_graphs.weight(4, 4))
     with pytest.raises(ValueError, match="no strategy of the space fits into 10 "):
         soap.exhaustive(small, soap_graphs.machine(2), memory_limit=10)
 

@@ -39,9 +39,7 @@ def fresh(one, sync="ring", change=None):
 
 def assert_same(one, sync="ring"):
     tasks, timeline = fresh(one, sync)
-    assert soap_graphs.by_key(one.tasks, one.timeline) == soap_graphs.by_key(
-        tasks, timeline
-    )
+    assert soap_graphs.by_key(one.tasks, one.timeline) == soap_graphs.by_key(tasks, timeline)
     assert one.seconds == timeline.seconds
     assert one.memory_bytes == tasks.memory
     assert one.tasks.sent_bytes == tasks.sent_bytes
@@ -61,9 +59,7 @@ def test_full_simulation_obeys_the_rules(name, sync):
         assert found == soap_graphs.by_definition(tasks)
 
 
-def random_walk(
-    graph, num_devices, num_moves, seed, sync, every, start=None, overlap=True
-):
+def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None, overlap=True):
     """Random changes, some kept, some undone, some cut off by a limit."""
     machine = dataclasses.replace(
         soap_graphs.machine(num_devices),
@@ -143,9 +139,7 @@ def walk_over_a_large_model(name, num_devices, num_moves, every):
 def test_delta_simulation_is_exact_on_large_models(name, num_devices):
     """Thousands of moves each; every 100th timeline is compared, and errors would stay in those after it."""
     num_moves = {4: 2000, 16: 400, 64: 50}[num_devices]
-    walk_over_a_large_model(
-        name, num_devices, num_moves, {4: 100, 16: 50, 64: 25}[num_devices]
-    )
+    walk_over_a_large_model(name, num_devices, num_moves, {4: 100, 16: 50, 64: 25}[num_devices])
 
 
 @pytest.mark.exhaustive
@@ -216,9 +210,7 @@ def test_messages_take_turns_with_computing_where_nothing_overlaps():
     machine = soap.Machine("two", (soap.Level(2, 1e4, 1e-3),), 1e6, 1e5, overhead=0.1)
     strategy = soap.data_parallel(graph, 2)
     found = {
-        overlap: soap.simulate(
-            graph, dataclasses.replace(machine, overlap=overlap), strategy
-        )
+        overlap: soap.simulate(graph, dataclasses.replace(machine, overlap=overlap), strategy)
         for overlap in (True, False)
     }
     messages = 2 * (1e-3 + 4 * 16 * 32 / 1e4)
@@ -237,12 +229,7 @@ def peaks(graph, strategy, num_devices):
         return graph.operators[i].has_backward
 
     def readers(tensor):
-        return [
-            i
-            for i, o in enumerate(graph.operators)
-            for each in o.inputs
-            if each.tensor == tensor
-        ]
+        return [i for i, o in enumerate(graph.operators) for each in o.inputs if each.tensor == tensor]
 
     def sizes(boxes):
         return np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).tolist()
@@ -267,16 +254,14 @@ def peaks(graph, strategy, num_devices):
         return found
 
     def messages(source, target, position):
-        """Device -> elements of the largest message, of those that are parts of their sender's array, that it sends or gets."""
+        """Device -> elements of the largest message, of those that are parts of their sender's array, that it sends or
+        gets.
+        """
         tensor = graph.operators[target].inputs[position].tensor
         above, below = strategy[source], strategy[target]
         largest: dict[int, int] = {}
-        for sender, wrote in zip(
-            above.devices, regions.writes(source, tensor, above.degrees)
-        ):
-            for receiver, read in zip(
-                below.devices, regions.reads(target, position, below.degrees)
-            ):
+        for sender, wrote in zip(above.devices, regions.writes(source, tensor, above.degrees)):
+            for receiver, read in zip(below.devices, regions.reads(target, position, below.degrees)):
                 low = np.maximum(wrote[:, 0], read[:, 0])
                 high = np.minimum(wrote[:, 1], read[:, 1])
                 common = int(np.prod(np.maximum(high - low, 0)))
@@ -287,7 +272,8 @@ def peaks(graph, strategy, num_devices):
         return largest
 
     def of_input(i, position, shape):
-        """Elements that each shard holds of an input of the function: all that is read if several shards read parts of each other's.
+        """Elements that each shard holds of an input of the function: all that is read if several shards read parts of
+        each other's.
 
         Whether shards take their parts out of it is the second result.
         """
@@ -310,17 +296,11 @@ def peaks(graph, strategy, num_devices):
                 if value.weight is None and value.producer is None:
                     if readers(each.tensor)[0] == i:
                         counts, takes_parts = of_input(i, position, value.shape)
-                        yield from (
-                            (d, k * value.item_bytes)
-                            for d, k in zip(config.devices, counts)
-                        )
+                        yield from ((d, k * value.item_bytes) for d, k in zip(config.devices, counts))
                         last = backward if has_backward(i) else i
                         if takes_parts and forward <= t <= last:
                             parts = regions.reads(i, position, config.degrees)
-                            yield from (
-                                (d, k * value.item_bytes)
-                                for d, k in zip(config.devices, sizes(parts))
-                            )
+                            yield from ((d, k * value.item_bytes) for d, k in zip(config.devices, sizes(parts)))
             for tensor in operator.outputs:
                 value, used = graph.tensors[tensor], readers(tensor) or [i]
                 # An elementwise operator writes its result to the place of what it reads last.
@@ -349,16 +329,11 @@ def peaks(graph, strategy, num_devices):
                     end = backward - (operator.kind == "elementwise")
                     times += first <= t <= max(first, end)
                 gone = int(forward <= t <= last)
-                yield from (
-                    (d, (times - gone * (d in replaced)) * item * k)
-                    for d, k in zip(config.devices, owned)
-                )
+                yield from ((d, (times - gone * (d in replaced)) * item * k) for d, k in zip(config.devices, owned))
                 boxes = regions.results(i, tensor, config.degrees)
                 if len({box.tobytes() for box in boxes}) < len(boxes):  # terms of sums
                     now = (t == forward) + (t == backward and with_gradient)
-                    yield from (
-                        (d, now * item * k) for d, k in zip(config.devices, computed)
-                    )
+                    yield from ((d, now * item * k) for d, k in zip(config.devices, computed))
             for tensor in operator.residuals:
                 value = graph.tensors[tensor]
                 if forward <= t <= 2 * n - 1 - value.kept_for:
@@ -370,30 +345,20 @@ def peaks(graph, strategy, num_devices):
             backward = 2 * n - 1 - target
             last = backward if each.kept else target
             value = graph.tensors[each.tensor]
-            returned = value.has_gradient and min(
-                has_backward(source), has_backward(target)
-            )
+            returned = value.has_gradient and min(has_backward(source), has_backward(target))
             times = (target <= t <= last) + (returned and t == backward)
             item = value.item_bytes * each.repeats
-            yield from (
-                (d, times * item * k)
-                for d, k in received(source, target, position).items()
-            )
+            yield from ((d, times * item * k) for d, k in received(source, target, position).items())
             # Copied out of the sender's array, and not yet in the receiver's.
             times = (t == target) + (returned and t == backward)
-            yield from (
-                (d, 2 * times * item * k)
-                for d, k in messages(source, target, position).items()
-            )
+            yield from ((d, 2 * times * item * k) for d, k in messages(source, target, position).items())
         for weight, uses in graph.readers_of_weight.items():
             value = graph.tensors[weight]
             if not value.has_gradient:
                 continue
             on_device: dict[int, np.ndarray] = {}
             for i, position in uses:
-                for d, box in zip(
-                    strategy[i].devices, regions.reads(i, position, strategy[i].degrees)
-                ):
+                for d, box in zip(strategy[i].devices, regions.reads(i, position, strategy[i].degrees)):
                     mask = on_device.setdefault(d, np.zeros(value.shape or (1,), bool))
                     mask[tuple(slice(a, b) for a, b in box)] = True
             first = 2 * n - 1 - max(i for i, _ in uses)
@@ -422,12 +387,13 @@ def test_memory_is_the_peak_over_the_step(name):
 @pytest.mark.parametrize(
     "options, expected",
     [
-        # Weights and state 1.5, the input 1, a gradient of a weight 0.25, and gradients by the results of both products, 0.5 each; what is
-        # gathered, and the gradient by it.
+        # Weights and state 1.5, the input 1, a gradient of a weight 0.25, and gradients by the results of both
+        # products, 0.5 each; what is gathered, and the gradient by it.
         ({}, 3.75 + 1 + 1),
         ({"product_item_bytes": 2}, 3.75 + 0.5 + 1),
         ({"product_item_bytes": 8}, 3.75 + 1 + 1),
-        # Gradients are on the chip beside the input. The most is held in the second forward: both the columns and what is gathered.
+        # Gradients are on the chip beside the input. The most is held in the second forward: both the columns and what
+        # is gathered.
         ({"on_chip_bytes": 3 * 8192}, 2.5 + 0.5 + 1),
         # A product alone reads the columns.
         ({"on_chip_bytes": 3 * 8192, "product_item_bytes": 2}, 2.5 + 0.25 + 0.5),
@@ -460,7 +426,8 @@ def test_memory_of_what_is_gathered_for_a_product(options, expected):
 @pytest.mark.parametrize(
     "options, expected",
     [
-        # Half of the input 0.5, weights and state 0.75, a gradient 0.25; of the result's gradient a half, and all of it, which is gathered.
+        # Half of the input 0.5, weights and state 0.75, a gradient 0.25; of the result's gradient a half, and all of
+        # it, which is gathered.
         ({}, 3.0),
         # Rounded, that takes less than the forward: a term 1 and half of their sum 0.5.
         ({"product_item_bytes": 2}, 2.75),
@@ -516,7 +483,9 @@ def test_memory_of_windows_of_an_input(options, expected):
 
 
 def test_messages_are_not_on_the_chip():
-    """Two convolutions split by rows over two devices, by hand, in units of their arrays, with room for all arrays on the chip."""
+    """Two convolutions split by rows over two devices, by hand, in units of their arrays, with room for all arrays on
+    the chip.
+    """
 
     def loss(w, x):
         return soap_graphs.convolution(soap_graphs.convolution(x, w[0]), w[1]).sum()
@@ -528,8 +497,8 @@ def test_messages_are_not_on_the_chip():
     machine = dataclasses.replace(soap_graphs.machine(2), on_chip_bytes=2**30)
     found = soap.simulate(graph, machine, strategy).memory_bytes
     array, weight = 4 * 8 * 16 * 2 * 4, 3 * 3 * 2 * 2 * 4
-    # In the backward of the second: the input, five of its eight rows and of those of the first result, the gradient by these, and a message of
-    # a row at both of its ends.
+    # In the backward of the second: the input, five of its eight rows and of those of the first result, the gradient by
+    # these, and a message of a row at both of its ends.
     expected = (1 + 3 * 5 / 8 + 2 / 8) * array + 7 * weight
     np.testing.assert_allclose(found, expected, atol=16)
 
@@ -548,9 +517,7 @@ def test_less_is_held_at_a_time_than_in_all():
         [soap_graphs.weight(width, width)] * depth,
         soap_graphs.weight(rows, width),
     )
-    (peak,) = soap.simulate(
-        graph, soap_graphs.machine(1), soap.data_parallel(graph, 1)
-    ).memory_bytes
+    (peak,) = soap.simulate(graph, soap_graphs.machine(1), soap.data_parallel(graph, 1)).memory_bytes
     weights, array = depth * width * width * 4, rows * width * 4
     # Of each layer the product or its tanh, and the input; a gradient and what comes of it.
     kept = (depth + 1) * array

@@ -1,4 +1,6 @@
-"""The operator graph: what operators read, against a NaN in one element of an input; kinds of loops; loops of the program."""
+"""The operator graph: what operators read, against a NaN in one element of an input; kinds of loops; loops of the
+program.
+"""
 
 import itertools
 import math
@@ -35,9 +37,7 @@ CASES = {
     ),
     "product of a transpose": (lambda x, w: x.T @ w, (6, 4), (6, 2)),
     "heads": (
-        lambda x, y: jnp.einsum(
-            "bshd,bthd->bhst", x.reshape(2, 4, 2, 3), y.reshape(2, 4, 2, 3)
-        ),
+        lambda x, y: jnp.einsum("bshd,bthd->bhst", x.reshape(2, 4, 2, 3), y.reshape(2, 4, 2, 3)),
         (2, 4, 6),
         (2, 4, 6),
     ),
@@ -58,9 +58,7 @@ CASES = {
     "groups": (convolved(feature_group_count=2), (1, 3, 4, 4), (2, 2, 2, 6)),
     "depthwise": (convolved(feature_group_count=4), (1, 4, 4, 4), (3, 3, 1, 4)),
     "pool": (
-        lambda x: lax.reduce_window(
-            x, -jnp.inf, lax.max, (1, 3, 2, 1), (1, 2, 1, 1), "SAME"
-        ),
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 2, 1), (1, 2, 1, 1), "SAME"),
         (2, 6, 4, 2),
     ),
     "sum": (lambda x: x.sum((0, 2)), (4, 3, 2)),
@@ -132,9 +130,7 @@ def test_reads_are_those_that_a_nan_shows(name):
             reaches.append(table)
     seen = 0
     for box in boxes_of(operator.loops):
-        result = tuple(
-            slice(None) if loop is None else slice(*box[loop]) for loop in writes
-        )
+        result = tuple(slice(None) if loop is None else slice(*box[loop]) for loop in writes)
         for each in operator.inputs:
             table = reaches[each.tensor]
             needed = np.zeros(shapes[each.tensor], bool)
@@ -144,8 +140,7 @@ def test_reads_are_those_that_a_nan_shows(name):
             inside = np.zeros_like(needed)
             inside[tuple(slice(*r) for r in low_high)] = True
             reduced = any(
-                loop not in writes and box[loop] != (0, each.size)
-                for loop, each in enumerate(operator.loops)
+                loop not in writes and box[loop] != (0, each.size) for loop, each in enumerate(operator.loops)
             )
             if reduced:  # a part of a sum: its box is checked by the whole sum
                 continue
@@ -163,15 +158,9 @@ def weight_of(shape):
 def boxes_of(loops):
     """Shards of equal splits."""
     sizes = [loop.size for loop in loops]
-    divisors = [
-        [d for d in range(1, n + 1 if loop.can_split else 2) if n % d == 0]
-        for n, loop in zip(sizes, loops)
-    ]
+    divisors = [[d for d in range(1, n + 1 if loop.can_split else 2) if n % d == 0] for n, loop in zip(sizes, loops)]
     for degrees in itertools.islice(itertools.product(*divisors), 40):
-        parts = [
-            [(k * n // d, (k + 1) * n // d) for k in range(d)]
-            for n, d in zip(sizes, degrees)
-        ]
+        parts = [[(k * n // d, (k + 1) * n // d) for k in range(d)] for n, d in zip(sizes, degrees)]
         yield from itertools.islice(itertools.product(*parts), 6)
 
 
@@ -206,11 +195,7 @@ def test_kinds_of_dims():
     assert found["embedding"] == "SAP"  # words of a sentence are an attribute
     assert found["layers.0.q"] == "SAPR"
     assert found["layers.0.scale"] == "SAP"
-    attention = [
-        kinds(o)
-        for i, o in enumerate(graph.operators)
-        if o.kind == "dot_general" and not graph.weights_of(i)
-    ]
+    attention = [kinds(o) for i, o in enumerate(graph.operators) if o.kind == "dot_general" and not graph.weights_of(i)]
     assert attention == ["SAAAR"] * 4  # two per layer
 
 
@@ -296,9 +281,7 @@ def test_flops_are_those_of_xla():
     graph = soap.trace(lambda w, x: x @ w, weight(16, 32), weight(8, 16))
     assert graph.operators[0].flops == 2 * 8 * 16 * 32
     kernel, image = weight(3, 3, 4, 8), weight(2, 6, 6, 4)
-    graph = soap.trace(
-        lambda w, x: soap_graphs.convolution(x, w, padding="VALID"), kernel, image
-    )
+    graph = soap.trace(lambda w, x: soap_graphs.convolution(x, w, padding="VALID"), kernel, image)
     assert graph.operators[0].flops == 2 * (2 * 4 * 4 * 8) * (3 * 3 * 4)
     groups = soap.trace(
         lambda w, x: soap_graphs.convolution(x, w, feature_group_count=4),
@@ -310,9 +293,7 @@ def test_flops_are_those_of_xla():
 
 def test_backward_of_what_has_gradients():
     """A product of the data needs one gradient, one inside two; integers none."""
-    graph = soap.trace(
-        lambda w, x: (x @ w[0]) @ w[1], [weight(4, 4), weight(4, 2)], weight(2, 4)
-    )
+    graph = soap.trace(lambda w, x: (x @ w[0]) @ w[1], [weight(4, 4), weight(4, 2)], weight(2, 4))
     assert [o.backward_factor for o in graph.operators] == [1.0, 2.0]
     graph = soap.trace(lambda w, x: jnp.argmax(x @ w, 1), weight(4, 4), weight(2, 4))
     assert [o.has_backward for o in graph.operators] == [True, False]

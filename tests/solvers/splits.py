@@ -39,9 +39,7 @@ def random_graph(rng: np.random.Generator, *, most_nodes: int = 6) -> Graph:
         return float(rng.integers(1, 7)) if rng.random() < 0.7 else 0.0
 
     nodes = [node(v, forward=seconds()) for v in range(count)]
-    edges = [
-        (u, v) for u, v in itertools.combinations(range(count), 2) if rng.random() < 0.4
-    ]
+    edges = [(u, v) for u, v in itertools.combinations(range(count), 2) if rng.random() < 0.4]
     classes = rng.integers(count, size=count)
     for v in range(count):
         if rng.random() < 0.3:
@@ -55,11 +53,7 @@ def random_graph(rng: np.random.Generator, *, most_nodes: int = 6) -> Graph:
             nodes.append(node(count + v, backward=seconds(), is_backward=True))
             if rng.random() < 0.9:
                 nodes[-1]["colocation"] = nodes[v]["colocation"]
-        edges += [
-            (count + v, count + u)
-            for u, v in itertools.combinations(range(count), 2)
-            if (u, v) in edges
-        ]
+        edges += [(count + v, count + u) for u, v in itertools.combinations(range(count), 2) if (u, v) in edges]
         edges += [(v, count + v) for v in range(count) if rng.random() < 0.7]
         if loss:
             nodes.append(node(2 * count, backward=seconds(), is_backward=True))
@@ -109,9 +103,7 @@ def device_load(graph: Graph, inside, transfer=lambda node: node.transfer) -> fl
     """Time of a device with the nodes at positions `inside`."""
     nodes = graph.nodes
     crossing = {u for u, v in graph.edges if (u in inside) ^ (v in inside)}
-    return sum(nodes[v].seconds for v in inside) + sum(
-        transfer(nodes[u]) for u in crossing
-    )
+    return sum(nodes[v].seconds for v in inside) + sum(transfer(nodes[u]) for u in crossing)
 
 
 def max_load(graph: Graph, solution, transfer=lambda node: node.transfer) -> float:
@@ -148,9 +140,7 @@ def goes_round(graph: Graph, sets) -> bool:
     for u, v in graph.edges:
         if not graph.nodes[u].is_backward and not graph.nodes[v].is_backward:
             steps.add((of[u], of[v]))
-        elif graph.nodes[u].is_backward and (
-            is_orphan(graph.nodes[u]) or is_orphan(graph.nodes[v])
-        ):
+        elif graph.nodes[u].is_backward and (is_orphan(graph.nodes[u]) or is_orphan(graph.nodes[v])):
             steps.add((of[v], of[u]))
     ways = {(a, b) for a, b in steps if a != b}
     for _ in sets:
@@ -158,9 +148,7 @@ def goes_round(graph: Graph, sets) -> bool:
     return any(a == b for a, b in ways)
 
 
-def best_by_brute_force(
-    graph: Graph, contiguous: bool = True, transfer=lambda node: node.transfer
-) -> float:
+def best_by_brute_force(graph: Graph, contiguous: bool = True, transfer=lambda node: node.transfer) -> float:
     """The least slowest stage of all ways to place the graph; infinite if there's none."""
     classes: dict = {}
     for v, node in enumerate(graph.nodes):

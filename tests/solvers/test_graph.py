@@ -89,9 +89,7 @@ def test_own_format_round_trip(tmp_path, seed):
     rng = np.random.default_rng(seed)
 
     def number():
-        return float(
-            rng.choice([0.0, rng.exponential() * 10.0 ** rng.integers(-9, 12)])
-        )
+        return float(rng.choice([0.0, rng.exponential() * 10.0 ** rng.integers(-9, 12)]))
 
     def maybe(value):
         return value if rng.integers(2) else None
@@ -192,7 +190,8 @@ def line_of(text, part):
 # format, what to replace in a good file, with what, the part whose line is named in the new
 # file (None: no line), the message.
 WRONG = [
-    ("pipedream", "forward_compute_time=1.5", "forward_time=1.5", "node2 -- LSTM", "a node must be `id -- description -- "),
+    ("pipedream", "forward_compute_time=1.5", "forward_time=1.5", "node2 -- LSTM", "a node must be `id -- description "
+                                                                                   "-- "),
     ("pipedream", "=1.5", "=fast", "node2 -- LSTM", "a node must be `id -- description"),
     ("pipedream", "=1.5", "=1.5.2", "node2 -- LSTM", "could not convert string to float"),
     ("pipedream", "=1.5", "=-1.5", "node2 -- LSTM", "`forward` must be a finite number, at least 0, got -0.0015"),
@@ -200,16 +199,20 @@ WRONG = [
     ("pipedream", "parameter_size=7", "parameter_size=inf", "node3 -- a", "`parameter_bytes` must be a finite"),
     ("pipedream", "131072.0;", "many;", "node2 -- LSTM", "could not convert string to float: ' many'"),
     ("pipedream", "\tnode1 -- node2", "\tnode1 node2", "\tnode1 node2", "an edge must be `source -- destination`"),
-    ("pipedream", "\tnode1 -- node2", "\tnode1 -- node9", "\tnode1 -- node9", "an edge must join ids of nodes, got 'node9'"),
-    ("pipedream", "\tnode1 -- node2", "\tnode2 -- node2", "\tnode2 -- node2", "the edge node2 -- node2 leads to its own node"),
+    ("pipedream", "\tnode1 -- node2", "\tnode1 -- node9", "\tnode1 -- node9", "an edge must join ids of nodes, got "
+                                                                              "'node9'"),
+    ("pipedream", "\tnode1 -- node2", "\tnode2 -- node2", "\tnode2 -- node2", "the edge node2 -- node2 leads to its "
+                                                                              "own node"),
     ("pipedream", "\tnode2 -- node3", "\tnode1 -- node2 ", "\tnode1 -- node2 ", "the edge node1 -- node2 occurs twice"),
-    ("pipedream", "\tnode2 -- node3", "\tnode2 -- node1", "\tnode2 -- node1", "must have no cycle, got node1 -> node2 -> node1. Remove"),
+    ("pipedream", "\tnode2 -- node3", "\tnode2 -- node1", "\tnode2 -- node1", "must have no cycle, got node1 -> node2 "
+                                                                              "-> node1. Remove"),
     ("pipedream", "node3 -- a", "node1 -- a", "node1 -- a", "two nodes have the id 'node1'. Rename one"),
     ("jpipe", '{"id": 2}', '{"id": 2', '{"id": 3}', "not JSON: "),
     ("jpipe", '{"id": 2}', '{"id": [2]}', '{"id": [2]}', r"`id` must be a string or an integer, got \[2\]"),
     ("jpipe", '{"id": 2}', '{"name": 2}', '{"name": 2}', "`id` must be a string or an integer, got nothing"),
     ("jpipe", '{"id": 2}', '{"id": 2, "forwards": 1}', '{"id": 2,', "a node has no field 'forwards'. There are id, "),
-    ("jpipe", '{"id": 2}', '{"id": 2, "forward": "1"}', '{"id": 2,', "`forward` must be a finite number, at least 0, got '1'"),
+    ("jpipe", '{"id": 2}', '{"id": 2, "forward": "1"}', '{"id": 2,', "`forward` must be a finite number, at least 0, "
+                                                                     "got '1'"),
     ("jpipe", '{"id": 2}', '{"id": 2, "forward": Infinity}', '{"id": 2,', "`forward` must be a finite number"),
     ("jpipe", '{"id": 2}', '{"id": 2, "forward": 1%s}' % ("0" * 400), '{"id": 2,', "`forward` must be a finite"),
     ("jpipe", '{"id": 2}', '{"id": 2, "colocation": [1]}', '{"id": 2,', "`colocation` must be a string or an integer"),
@@ -225,7 +228,8 @@ WRONG = [
     ("jpipe", "  [2, 3]", "  [2, 1]", "  [2, 1]", "must have no cycle, got 1 -> 2 -> 1"),
     ("jpipe", "jpipe graph 1", "jpipe graph 2", "{", "`format` must be 'jpipe graph 1', got 'jpipe graph 2'"),
     ("jpipe", '"edges"', '"edge"', "{", "a graph must be an object with a list `edges`"),
-    ("jpipe", ' "nodes"', ' "num_devices": 1.5, "nodes"', None, "`num_devices` must be a whole number, at least 0, got 1.5"),
+    ("jpipe", ' "nodes"', ' "num_devices": 1.5, "nodes"', None, "`num_devices` must be a whole number, at least 0, got "
+                                                                "1.5"),
     ("jpipe", ' "nodes"', ' "memory_limit": -1, "nodes"', None, "`memory_limit` must be a finite number"),
     ("jpipe", '{"id": 2}', '{"id": 1%s}' % ("0" * 5000), None, "Exceeds the limit"),
     ("jpipe", OURS, "[" * 100_000, None, "nested too deeply"),
@@ -312,9 +316,7 @@ def test_damaged_files_raise_nothing_but_value_errors(tmp_path, format):
         "name",
     ],
 )
-@pytest.mark.parametrize(
-    "value", [None, [], {}, "x", -1, True, [[]], 1.5, float("nan")]
-)
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, True, [[]], 1.5, float("nan")])
 def test_values_of_the_wrong_kind(tmp_path, key, value):
     content = placement()
 

@@ -54,9 +54,7 @@ def test_random_graphs_have_what_is_to_be_tested():
         lambda graph, node: node.host is None and graph.num_hosts,
         lambda graph, node: graph.memory_limit and node.memory_bytes,
     ):
-        assert (
-            sum(any(has(graph, node) for node in graph.nodes) for graph in graphs) > 20
-        )
+        assert sum(any(has(graph, node) for node in graph.nodes) for graph in graphs) > 20
     assert sum(stage.on_host for s in solutions for stage in s.stages) > 20
 
 
@@ -235,10 +233,7 @@ def test_graph_without_host_times_uses_no_host():
 
 def both_passes(**fields):
     """A chain whose nodes have forward and backward in them."""
-    nodes = tuple(
-        Node(v, forward=1.0, backward=2.0, activation_bytes=(4.0, 6.0), **fields)
-        for v in range(2)
-    )
+    nodes = tuple(Node(v, forward=1.0, backward=2.0, activation_bytes=(4.0, 6.0), **fields) for v in range(2))
     return Graph(nodes, ((0, 1),))
 
 
@@ -259,9 +254,7 @@ def test_transfers_are_never_left_out():
     assert ideals(both_passes(), 2, bandwidth=math.inf).objective == 3
 
 
-@pytest.mark.parametrize(
-    "name", ["alexnet", "vgg16", "resnet18", "resnet50", "gnmt", "antichain_test"]
-)
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet18", "resnet50", "gnmt", "antichain_test"])
 def test_profiles_of_pipedream(name):
     directory = pathlib.Path(os.environ.get("JPIPE_DATA", "unset"))
     directory /= "pipedream-profiles"

@@ -61,16 +61,10 @@ def test_chains_are_split_in_the_best_way(num_devices):
     rng = np.random.default_rng(num_devices)
     for _ in range(50):
         count = int(rng.integers(num_devices, 9))
-        nodes = tuple(
-            Node(v, forward=float(rng.integers(9)), transfer=float(rng.integers(3)))
-            for v in range(count)
-        )
+        nodes = tuple(Node(v, forward=float(rng.integers(9)), transfer=float(rng.integers(3))) for v in range(count))
         graph = Graph(nodes, tuple(itertools.pairwise(range(count))))
         best = min(
-            max(
-                device_load(graph, set(range(i, j)))
-                for i, j in itertools.pairwise((0, *cuts, count))
-            )
+            max(device_load(graph, set(range(i, j))) for i, j in itertools.pairwise((0, *cuts, count)))
             for size in range(num_devices)
             for cuts in itertools.combinations(range(1, count), size)
         )
@@ -89,10 +83,7 @@ def test_free_transfers_are_min_max():
 
 def test_thousands_of_nodes():
     rng = np.random.default_rng(0)
-    nodes = tuple(
-        Node(v, forward=float(rng.random()), transfer=float(rng.random() / 10))
-        for v in range(2000)
-    )
+    nodes = tuple(Node(v, forward=float(rng.random()), transfer=float(rng.random() / 10)) for v in range(2000))
     edges = {(u, int(rng.integers(u + 1, min(u + 9, 2000)))) for u in range(1999)}
     graph = Graph(nodes, tuple(sorted(edges)))
     solution = linearised(graph, 16)

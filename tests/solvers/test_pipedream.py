@@ -26,17 +26,11 @@ class Plans:
         self.graph, self.levels, self.cost_model = graph, levels, cost_model
         self.straight, self.transfers = straight, transfers
         nodes = range(len(graph.nodes))
-        inputs = {
-            v
-            for v in nodes
-            if not graph.predecessors[v]
-            and graph.nodes[v].description.startswith("Input")
-        }
+        inputs = {v for v in nodes if not graph.predecessors[v] and graph.nodes[v].description.startswith("Input")}
         unread = {
             v
             for v in set(nodes) - inputs
-            if graph.nodes[v].description.startswith("__getitem__")
-            and not graph.successors[v]
+            if graph.nodes[v].description.startswith("__getitem__") and not graph.successors[v]
         }
         self.kept = frozenset(nodes) - inputs - unread
         self.readers = {v: self.kept.intersection(graph.successors[v]) for v in nodes}
@@ -51,12 +45,9 @@ class Plans:
 
     def closed(self):
         subsets = itertools.chain.from_iterable(
-            itertools.combinations(sorted(self.kept), n)
-            for n in range(len(self.kept) + 1)
+            itertools.combinations(sorted(self.kept), n) for n in range(len(self.kept) + 1)
         )
-        return {
-            frozenset(s) for s in subsets if all(self.before(v) <= set(s) for v in s)
-        }
+        return {frozenset(s) for s in subsets if all(self.before(v) <= set(s) for v in s)}
 
     def grown(self):
         """From the first source, by readers and what they need; then the next source."""
@@ -150,18 +141,14 @@ class Plans:
             size = sum(self.graph.nodes[v].device_bytes for v in nodes)
             for v in set(range(len(self.graph.nodes))) - self.kept:
                 near = self.readers[v] or self.reads[v]
-                where = [n for n, (there, _) in enumerate(stages) if there & near] or [
-                    0
-                ]
+                where = [n for n, (there, _) in enumerate(stages) if there & near] or [0]
                 if s == (where[0] if self.readers[v] else where[-1]):
                     size += self.graph.nodes[v].device_bytes
             fullest = max(fullest, (1 + math.ceil(later / replicas)) * size)
         return fullest
 
     def best(self, limit=math.inf):
-        return min(
-            (seconds for seconds, size in self.all if size <= limit), default=None
-        )
+        return min((seconds for seconds, size in self.all if size <= limit), default=None)
 
 
 def compositions(total, parts):
@@ -171,14 +158,8 @@ def compositions(total, parts):
 
 def random_graph(rng, num_nodes):
     """Small whole numbers, so that zeros and ties are common; some inputs and unread outputs."""
-    edges = tuple(
-        (u, v)
-        for u, v in itertools.combinations(range(num_nodes), 2)
-        if rng.random() < 0.5
-    )
-    descriptions = rng.choice(
-        ["Input0", "Conv", "__getitem__(0)"], num_nodes, p=[0.25, 0.5, 0.25]
-    )
+    edges = tuple((u, v) for u, v in itertools.combinations(range(num_nodes), 2) if rng.random() < 0.5)
+    descriptions = rng.choice(["Input0", "Conv", "__getitem__(0)"], num_nodes, p=[0.25, 0.5, 0.25])
     nodes = tuple(
         Node(
             f"n{v}",
@@ -194,9 +175,7 @@ def random_graph(rng, num_nodes):
         nodes = (Node("more", forward=1.0), *nodes[1:])
     order = rng.permutation(num_nodes)
     place = {int(v): p for p, v in enumerate(order)}
-    return Graph(
-        tuple(nodes[v] for v in order), tuple((place[u], place[v]) for u, v in edges)
-    )
+    return Graph(tuple(nodes[v] for v in order), tuple((place[u], place[v]) for u, v in edges))
 
 
 def check_stages(graph, solution, num_devices):
@@ -224,9 +203,7 @@ def check_stages(graph, solution, num_devices):
     ],
 )
 def test_equals_brute_force(monkeypatch, cost_model, levels, num_nodes, num_graphs):
-    monkeypatch.setattr(
-        pipedream_search, "_COARSE", 2
-    )  # so that small graphs are bounded too
+    monkeypatch.setattr(pipedream_search, "_COARSE", 2)  # so that small graphs are bounded too
     sizes, bandwidths = zip(*levels, strict=True)
     rng = np.random.default_rng(num_nodes + sum(sizes))
     refused = 0
@@ -242,9 +219,7 @@ def test_equals_brute_force(monkeypatch, cost_model, levels, num_nodes, num_grap
         needs = [size for _, size in plans.all]
         limits = [math.inf, *rng.choice(needs or [1.0], 2), min(needs or [1.0]) - 0.5]
         for limit in filter(lambda limit: limit > 0, limits):
-            plan = functools.partial(
-                pipedream, graph, sizes, bandwidths, memory_limit=limit, **options
-            )
+            plan = functools.partial(pipedream, graph, sizes, bandwidths, memory_limit=limit, **options)
             best = plans.best(limit)
             if best is None:
                 if needs:
@@ -260,10 +235,7 @@ def test_equals_brute_force(monkeypatch, cost_model, levels, num_nodes, num_grap
             assert solution.optimal and solution.bound == solution.objective
             check_stages(graph, solution, math.prod(sizes))
             rows = {node.id: v for v, node in enumerate(graph.nodes)}
-            flat = [
-                (plans.kept & {rows[v] for v in stage.nodes}, stage.replicas)
-                for stage in solution.stages
-            ]
+            flat = [(plans.kept & {rows[v] for v in stage.nodes}, stage.replicas) for stage in solution.stages]
             assert plans.memory(flat) <= limit
             if len(levels) == 1:  # deeper, stages don't say where a component ends
                 every = plans.plans(frozenset(), plans.kept, 0)
@@ -307,9 +279,7 @@ def dense(num_nodes):
 
 
 def fan(width):
-    return width + 2, [(0, v) for v in range(1, width + 1)] + [
-        (v, width + 1) for v in range(1, width + 1)
-    ]
+    return width + 2, [(0, v) for v in range(1, width + 1)] + [(v, width + 1) for v in range(1, width + 1)]
 
 
 def series_parallel(rng, depth):
@@ -368,10 +338,7 @@ def test_families(monkeypatch, shape, cost_model):
 
 def test_pipelines_inside_of_servers_and_replicas_of_those(monkeypatch):
     """Each of two servers takes a minibatch that lasts twice as long as the objective."""
-    nodes = tuple(
-        Node(v, forward=1.0 + v % 7, activation_bytes=(1e11,), parameter_bytes=5e8)
-        for v in range(300)
-    )
+    nodes = tuple(Node(v, forward=1.0 + v % 7, activation_bytes=(1e11,), parameter_bytes=5e8) for v in range(300))
     graph = Graph(nodes, tuple(itertools.pairwise(range(300))))
     machine = (4, 2), (1e9, 1e9)
     solution = pipedream(graph, *machine)
@@ -400,9 +367,7 @@ def test_numbers_of_states(shape, count):
         )
         assert found.num_states == count
         sets = [frozenset(np.flatnonzero(c)) for c in found.members.T]
-        np.testing.assert_array_equal(
-            found.contains, [[a < b for b in sets] for a in sets]
-        )
+        np.testing.assert_array_equal(found.contains, [[a < b for b in sets] for a in sets])
         with pytest.raises(ValueError, match=f"more than {count - 1} states"):
             states(graph.predecessors, graph.successors, count - 1)
 
@@ -567,9 +532,7 @@ def profile(name):
     ("model", "num_devices", "bandwidth", "options", "seconds", "gain", "replicas"),
     RELEASED,
 )
-def test_equals_the_released_planner(
-    model, num_devices, bandwidth, options, seconds, gain, replicas
-):
+def test_equals_the_released_planner(model, num_devices, bandwidth, options, seconds, gain, replicas):
     solution = pipedream(profile(model), num_devices, bandwidth, **options)
     assert_to_the_digits(solution.objective, seconds)
     assert_to_the_digits(solution.data_parallel / solution.objective, gain)
@@ -587,8 +550,6 @@ def assert_to_the_digits(got, expected):
 def test_published_configurations(cost_model):
     """VGG-16 on 4, 8 and 16 devices: 3-1, 7-1 and 15-1."""
     for num_devices, bandwidth in [(4, 1e9), (8, 3.125e9), (16, 3e9)]:
-        solution = pipedream(
-            profile("vgg16"), num_devices, bandwidth, cost_model=cost_model
-        )
+        solution = pipedream(profile("vgg16"), num_devices, bandwidth, cost_model=cost_model)
         replicas = [stage.replicas for stage in solution.stages]
         assert replicas == [num_devices - 1, 1]

@@ -116,10 +116,7 @@ def test_out_of_time_is_linearised():
 
 
 def test_both_passes_in_a_node():
-    nodes = tuple(
-        Node(v, forward=1.0, backward=2.0, activation_bytes=(4.0, 6.0))
-        for v in range(2)
-    )
+    nodes = tuple(Node(v, forward=1.0, backward=2.0, activation_bytes=(4.0, 6.0)) for v in range(2))
     solution = throughput_ip(Graph(nodes, ((0, 1),)), 2, bandwidth=40)
     assert solution.objective == 3.5
     with pytest.raises(ValueError, match="`bandwidth` must be given"):

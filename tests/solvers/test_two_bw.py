@@ -15,17 +15,11 @@ BLOCKS = Blocks(
     activation_bytes=2e6,
     boundary_bytes=1e5,
 )
-MACHINE = Machine(
-    num_devices=8, memory_limit=1e12, devices_per_server=4, bandwidth=(1e10, 1e9)
-)
+MACHINE = Machine(num_devices=8, memory_limit=1e12, devices_per_server=4, bandwidth=(1e10, 1e9))
 
 
 def of(configurations, **fields):
-    (one,) = (
-        c
-        for c in configurations
-        if all(getattr(c, name) == value for name, value in fields.items())
-    )
+    (one,) = (c for c in configurations if all(getattr(c, name) == value for name, value in fields.items()))
     return one
 
 
@@ -75,22 +69,16 @@ def test_the_best_is_the_best_of_all():
             activation_bytes=float(rng.uniform(1, 20)),
             boundary_bytes=float(rng.uniform(0.1, 1)),
         )
-        machine = Machine(
-            6, float(rng.uniform(50, 400)), (1e4, 1e2), devices_per_server=2
-        )
+        machine = Machine(6, float(rng.uniform(50, 400)), (1e4, 1e2), devices_per_server=2)
         best = None
-        for w, d, (b, t), again in itertools.product(
-            range(1, 7), range(1, 7), blocks.seconds.items(), (1, 4 / 3)
-        ):
+        for w, d, (b, t), again in itertools.product(range(1, 7), range(1, 7), blocks.seconds.items(), (1, 4 / 3)):
             m = 24 / (w * b)
             if w * d > 6 or blocks.num_blocks % d or m != int(m) or m < d:
                 continue
             weights = blocks.num_blocks * blocks.parameter_bytes / d
             tot, a = blocks.activation_bytes * b, blocks.boundary_bytes * b
             tot *= blocks.num_blocks
-            if 2 * weights + (d if again == 1 else 1) * tot / d + d * a > (
-                machine.memory_limit
-            ):
+            if 2 * weights + (d if again == 1 else 1) * tot / d + d * a > (machine.memory_limit):
                 continue
             links = [1e4 if n < 2 else 1e2 for n in (d, w)]
             time = max(
@@ -116,9 +104,7 @@ def test_less_memory_means_deeper_or_recomputed():
     assert best.depth > 1
     smallest = {
         schedule: min(
-            c.memory_bytes
-            for c in two_bw(BLOCKS, MACHINE, 64, schedule=schedule)
-            if c.depth == 8 and not c.recompute
+            c.memory_bytes for c in two_bw(BLOCKS, MACHINE, 64, schedule=schedule) if c.depth == 8 and not c.recompute
         )
         for schedule in ("2bw", "flush", "gpipe")
     }
@@ -128,9 +114,7 @@ def test_less_memory_means_deeper_or_recomputed():
 def test_wrong_input():
     with pytest.raises(ValueError, match="`schedule` must be one of 2bw, flush, gpipe"):
         two_bw(BLOCKS, MACHINE, 64, schedule="pipedream")
-    with pytest.raises(
-        ValueError, match=r"no microbatch size of \[2, 4\] divides the batch of 7"
-    ):
+    with pytest.raises(ValueError, match=r"no microbatch size of \[2, 4\] divides the batch of 7"):
         two_bw(
             dataclasses.replace(BLOCKS, seconds={2: 1.0, 4: 1.0}),
             MACHINE,

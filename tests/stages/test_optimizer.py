@@ -23,10 +23,7 @@ UNLIKE_WIDTHS = [3, 5, 4, 7, 2, 6]
 
 
 def linear_layers(widths):
-    return [
-        lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs)
-        for n, m in itertools.pairwise(widths)
-    ]
+    return [lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs) for n, m in itertools.pairwise(widths)]
 
 
 LAYERS = linear_layers(WIDTHS)
@@ -51,10 +48,7 @@ def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None, target=CPU
 def random_like(stages, seed):
     rng = np.random.default_rng(seed)
     return [
-        jax.tree.map(
-            lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters
-        )
-        for layer in stages.layers
+        jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters) for layer in stages.layers
     ]
 
 
@@ -81,10 +75,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
 
         def at(slot, i, arrays=arrays):
             """The views of a leaf, one a copy."""
-            return [
-                arrays[slot.arrays][place.array][starts[i, 0] :][: place.block[0]]
-                for place, starts in slot.copies
-            ]
+            return [arrays[slot.arrays][place.array][starts[i, 0] :][: place.block[0]] for place, starts in slot.copies]
 
         def fill(name, places, leaves, arrays=arrays):
             for place, leaf in zip(places, leaves, strict=True):
@@ -96,10 +87,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
             return at(slot, i)[0].reshape(slot.copies[0][0].shape)
 
         seen = stage_tree(stages, s, params)
-        places = [
-            dataclasses.replace(place, base=place.start(row))
-            for ((place, row),) in update.parameters
-        ]
+        places = [dataclasses.replace(place, base=place.start(row)) for ((place, row),) in update.parameters]
         fill("parameters", places, jax.tree.leaves(seen))
         whole = [piece.place for (piece,) in update.state]
         fill("optimizer_state", whole, jax.tree.leaves(optimizer.init(seen)))
@@ -118,10 +106,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
                             new = np.asarray(value).reshape(view.shape)
                             view[changed] = new[changed]
         tree = jax.tree.structure(seen)
-        leaves = [
-            arrays["parameters"][p.array][p.base :][: p.block[0]].reshape(p.shape)
-            for p in places
-        ]
+        leaves = [arrays["parameters"][p.array][p.base :][: p.block[0]].reshape(p.shape) for p in places]
         for i, layer in enumerate(tree.unflatten(leaves)):
             if i in stages.layers_of(s):
                 params[i] = layer
@@ -141,21 +126,15 @@ def assert_updates_as_one_device(stages, optimizer):
     gradients = [random_like(stages, 1 + k) for k in range(3)]
     got = on_stages(stages, optimizer, params, gradients)
     want = on_one_device(optimizer, params, gradients)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
 def kernels(tree):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: path[-1].key == "kernel", tree
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
 
 
 def frozen_from_layer_two(tree):
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: "frozen" if path[0].idx >= 2 else "trained", tree
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" if path[0].idx >= 2 else "trained", tree)
 
 
 OPTIMIZERS = {
@@ -167,15 +146,11 @@ OPTIMIZERS = {
         frozen_from_layer_two,
     ),
     "learning-rate schedule": optax.sgd(optax.linear_schedule(1.0, 0.0, 4)),
-    "clipped": optax.chain(
-        optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)
-    ),
+    "clipped": optax.chain(optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)),
 }
 
 
-@pytest.mark.parametrize(
-    "num_stages", [pytest.param(1, marks=pytest.mark.exhaustive), 3]
-)
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_update_as_one_device_does(name, num_stages):
     assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
@@ -209,9 +184,7 @@ def test_groups_do_not_grow_with_the_shapes(name):
     (merged,) = updates.merged
     (group,) = [g for g in merged.groups if g.inputs]
     assert group.kept.any()  # vectors of 44 and 34 numbers, beside one of 35
-    assert group.num_turns == sum(
-        g.num_turns for u in updates.programs for g in u.groups if g.inputs
-    )
+    assert group.num_turns == sum(g.num_turns for u in updates.programs for g in u.groups if g.inputs)
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
@@ -252,12 +225,7 @@ def test_the_chain_sees_none_for_layers_of_other_stages():
     seen = []
 
     def see(updates, state, params=None):
-        seen.append(
-            [
-                [i for i, layer in enumerate(t) if layer is not None]
-                for t in (updates, params)
-            ]
-        )
+        seen.append([[i for i, layer in enumerate(t) if layer is not None] for t in (updates, params)])
         return updates, state
 
     optimizer = optax.GradientTransformation(lambda params: (), see)
@@ -297,9 +265,7 @@ def test_delay_and_global_norm_reach_the_chain():
         global_norm=jnp.float32(4),
     )
     want = jax.tree.map(lambda p, g: p - 1.5 * np.clip(g, -0.5, 0.5), params, gradient)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want
-    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
 
 
 def scale_by_last_norm():
@@ -367,9 +333,7 @@ def test_noise_by_the_number_of_leaves_is_refused():
     noise = optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1))
     with pytest.raises(ValueError, match="depend on others.*add_noise"):
         make_updates(stages_of(2), noise)
-    with pytest.raises(
-        ValueError, match=r"keeps \[0\].rng_key of dtype key<.*key_data"
-    ):
+    with pytest.raises(ValueError, match=r"keeps \[0\].rng_key of dtype key<.*key_data"):
         make_updates(stages_of(1), noise)
 
 
@@ -452,9 +416,7 @@ def test_equal_stages_share_an_update():
     equal = [LAYERS[1]] * 4
     assert len(make_updates(stages_of(4, equal, 4), optax.adam(0.1)).programs) == 1
     # The label of a layer is part of its update.
-    assert make_updates(
-        stages_of(4, equal, 4), OPTIMIZERS["labels"]
-    ).program_of_stage == [0, 0, 1, 1]
+    assert make_updates(stages_of(4, equal, 4), OPTIMIZERS["labels"]).program_of_stage == [0, 0, 1, 1]
     # Longer runs have more leaves.
     assert len(make_updates(stages_of(3, equal, 4), optax.adam(0.1)).programs) == 2
 

@@ -47,9 +47,7 @@ def test_skips_equal_the_plain_model(schedule, S, N, recompute, boundaries):
 
         @jax.jit
         def gradient(params):
-            return jax.value_and_grad(
-                lambda p: loss_fn(plain(p, batch["inputs"]), batch)
-            )(params)
+            return jax.value_and_grad(lambda p: loss_fn(plain(p, batch["inputs"]), batch))(params)
 
         for _ in range(3):
             value, grads = gradient(params)

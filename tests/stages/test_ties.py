@@ -16,9 +16,7 @@ VOCAB, DIM = 7, 4
 
 class Embedding(nnx.Module):
     def __init__(self, *, rngs):
-        self.token = nnx.Embed(
-            VOCAB, DIM, param_dtype=jnp.float64, dtype=jnp.float64, rngs=rngs
-        )
+        self.token = nnx.Embed(VOCAB, DIM, param_dtype=jnp.float64, dtype=jnp.float64, rngs=rngs)
         self.shift = nnx.Param(jnp.ones(DIM, jnp.float64))
 
     def __call__(self, tokens):
@@ -83,9 +81,7 @@ def decays(tree):
 
 
 OPTIMIZERS = {
-    "adamw": lambda clip: optax.chain(
-        clip(0.05), optax.adamw(0.01, weight_decay=0.1, mask=decays)
-    ),
+    "adamw": lambda clip: optax.chain(clip(0.05), optax.adamw(0.01, weight_decay=0.1, mask=decays)),
     "momentum": lambda clip: optax.chain(clip(0.05), optax.sgd(0.1, momentum=0.5)),
 }
 
@@ -129,9 +125,7 @@ def test_ties_equal_the_plain_tied_model(schedule, S, N, recompute, R, optimizer
 
         @jax.jit
         def step(shared, inner):
-            value, grads = jax.value_and_grad(
-                lambda p: cross_entropy(plain(p, batch["inputs"]), batch)
-            )(shared)
+            value, grads = jax.value_and_grad(lambda p: cross_entropy(plain(p, batch["inputs"]), batch))(shared)
             updates, inner = plain_optimizer.update(grads, inner, shared)
             norm = optax.tree.norm(grads)
             return optax.apply_updates(shared, updates), inner, value, norm
@@ -144,9 +138,7 @@ def test_ties_equal_the_plain_tied_model(schedule, S, N, recompute, R, optimizer
             np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-6)
         want = copies_of(jax.tree.map(np.asarray, shared))
         # Clipped by a norm in float32, weights agree to its precision times the step.
-        for got, wanted in zip(
-            jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(want), strict=True
-        ):
+        for got, wanted in zip(jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-8)
         params = pipe.get_params(state)
         for copy in (params[2]["table"], params[5]["table"]):

@@ -32,9 +32,7 @@ class Inner:
 
     def __post_init__(self):
         if self.low >= self.high:
-            raise ValueError(
-                f"`high` must be above `low` ({self.low}), got {self.high}."
-            )
+            raise ValueError(f"`high` must be above `low` ({self.low}), got {self.high}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +71,7 @@ class Options:
 
 def parsed(tmp_path, *words, source="return Options()"):
     path = tmp_path / "some.py"
-    path.write_text(
-        f"from {__name__} import Inner, Options, Other\ndef get_config():\n  {source}\n"
-    )
+    path.write_text(f"from {__name__} import Inner, Options, Other\ndef get_config():\n  {source}\n")
     return flags.parse(["--config", str(path), *words], Options)[1]
 
 
@@ -257,9 +253,7 @@ def test_a_configuration_is_read_back_from_json(tmp_path):
     config = TrainConfig(
         model=Transformer(dim=32),
         data=Text(path="a.txt"),
-        pipeline=PipelineConfig(
-            "one_f_one_b", options={"ticks": "unit"}, boundaries=(3, 5, 7)
-        ),
+        pipeline=PipelineConfig("one_f_one_b", options={"ticks": "unit"}, boundaries=(3, 5, 7)),
         optimizer=OptimizerConfig(clip_norm=1.0),
     )
     path = tmp_path / "config.json"
@@ -365,9 +359,7 @@ def test_no_flipped_bit_makes_another_configuration(tmp_path):
             "`compress_messages`: there is no compressor 'quantise'. Did you mean 'quantize'?",
         ),
         (
-            lambda: TrainConfig(
-                MLP(), MNIST(), mesh=MeshConfig(compress_gradients="powersgd:rank=2")
-            ),
+            lambda: TrainConfig(MLP(), MNIST(), mesh=MeshConfig(compress_gradients="powersgd:rank=2")),
             "`mesh.compress_gradients` compresses what the replicas of a stage exchange, and there is one.",
         ),
         (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
@@ -424,56 +416,38 @@ def test_schedules_by_name_with_options_or_from_a_file(tmp_path):
 
 def test_learning_rates():
     def rates(num_steps, **options):
-        schedule = OptimizerConfig(learning_rate=2.0, **options).learning_rate_schedule(
-            num_steps
-        )
+        schedule = OptimizerConfig(learning_rate=2.0, **options).learning_rate_schedule(num_steps)
         return [float(schedule(step)) for step in range(num_steps + 1)]
 
-    np.testing.assert_allclose(
-        rates(8, warmup_steps=4, decay="linear"), [0.5, 1, 1.5, 2, 2, 1.5, 1, 0.5, 0]
-    )
+    np.testing.assert_allclose(rates(8, warmup_steps=4, decay="linear"), [0.5, 1, 1.5, 2, 2, 1.5, 1, 0.5, 0])
     np.testing.assert_allclose(rates(2, decay="cosine"), [2, 1, 0], atol=1e-6)
     np.testing.assert_allclose(rates(2, decay="constant"), [2, 2, 2])
     np.testing.assert_allclose(rates(3, decay="constant", warmup_steps=1), [2, 2, 2, 2])
-    np.testing.assert_allclose(
-        rates(2, decay="constant", warmup_steps=4), [0.5, 1.0, 1.5]
-    )
+    np.testing.assert_allclose(rates(2, decay="constant", warmup_steps=4), [0.5, 1.0, 1.5])
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_optimizers_decay_kernels_alone(name):
-    config = OptimizerConfig(
-        name=name, learning_rate=0.5, decay="constant", weight_decay=0.1
-    )
+    config = OptimizerConfig(name=name, learning_rate=0.5, decay="constant", weight_decay=0.1)
     params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
     transform = config.transform(10)
-    updates, _ = transform.update(
-        jax.tree.map(jnp.zeros_like, params), transform.init(params), params
-    )
+    updates, _ = transform.update(jax.tree.map(jnp.zeros_like, params), transform.init(params), params)
     np.testing.assert_allclose(updates["kernel"], -0.05)
     np.testing.assert_allclose(updates["scale"], 0)
 
 
 def test_sgd_is_nesterov_momentum():
-    config = OptimizerConfig(
-        name="sgd", learning_rate=0.1, decay="constant", momentum=0.9
-    )
+    config = OptimizerConfig(name="sgd", learning_rate=0.1, decay="constant", momentum=0.9)
     transform, params, mean = config.transform(10), {"w": jnp.ones((1, 1))}, 0.0
     state = transform.init(params)
     for gradient in (1.0, -2.0, 0.5):
-        updates, state = transform.update(
-            {"w": jnp.full((1, 1), gradient)}, state, params
-        )
+        updates, state = transform.update({"w": jnp.full((1, 1), gradient)}, state, params)
         mean = gradient + 0.9 * mean
-        np.testing.assert_allclose(
-            updates["w"], -0.1 * (gradient + 0.9 * mean), rtol=1e-5
-        )
+        np.testing.assert_allclose(updates["w"], -0.1 * (gradient + 0.9 * mean), rtol=1e-5)
 
 
 def test_clipping_is_over_all_stages():
-    config = OptimizerConfig(
-        name="sgd", learning_rate=1.0, decay="constant", momentum=0.0, clip_norm=2.0
-    )
+    config = OptimizerConfig(name="sgd", learning_rate=1.0, decay="constant", momentum=0.0, clip_norm=2.0)
     transform, params = config.transform(10), {"w": jnp.full((1, 1), 3.0)}
     state = transform.init(params)
     updates, _ = transform.update(params, state, params, global_norm=jnp.array(4.0))
@@ -532,9 +506,7 @@ def test_optimizers_for_late_gradients(name):
         )
         # A kernel of a convolution is a matrix of 2 x 2 x 1 rows.
         shape = params["conv"].shape
-        params["conv"], grads["conv"] = (
-            tree["conv"].reshape(4, 3) for tree in (params, grads)
-        )
+        params["conv"], grads["conv"] = (tree["conv"].reshape(4, 3) for tree in (params, grads))
     else:
         expected = optax.chain(
             jpipe.optim.scale_by_basis_rotation(0.8, 0.9),
@@ -599,17 +571,13 @@ def test_compensation_feedback_and_averages():
     state, updates = transform.init(params), params
     stale = {"w": jnp.full((1, 1), 0.5)}
     for _ in range(2):
-        updates, state = transform.update(
-            {"w": jnp.ones((1, 1))}, state, params, delay=1, stale_params=stale
-        )
+        updates, state = transform.update({"w": jnp.ones((1, 1))}, state, params, delay=1, stale_params=stale)
     # DC-ASGD-a: 1 + 2 / sqrt(s) (1 - 0.5), s = 0.05 and 0.0975; then half of the error.
     first, second = (-1 - 1 / np.sqrt(s + 1e-7) for s in (0.05, 0.0975))
     np.testing.assert_allclose(updates["w"], second + 0.5 * (second - first), rtol=1e-5)
     averaged = jpipe.optim.averaged_params(params, state)["w"]
     weights = 1 + first, 1 + updates["w"]
-    np.testing.assert_allclose(
-        averaged, (0.9 * weights[0] + weights[1]) / 1.9, rtol=1e-5
-    )
+    np.testing.assert_allclose(averaged, (0.9 * weights[0] + weights[1]) / 1.9, rtol=1e-5)
     for name in ("delay_compensation", "error_feedback"):
         with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
             OptimizerConfig(**{name: 0.0})
@@ -673,9 +641,7 @@ def test_copies_of_stages():
     config = PipelineConfig("one_f_one_b", 2, 6, replicas=(3, 1))
     table = config.table()
     assert table.replicas == (3, 1) and table.num_devices == 4
-    asynchronous = dataclasses.replace(
-        config, schedule="pipedream", synchronous_steps=3
-    )
+    asynchronous = dataclasses.replace(config, schedule="pipedream", synchronous_steps=3)
     warm_up = asynchronous.warm_up_table(asynchronous.table())
     assert warm_up.synchronous and warm_up.copies == asynchronous.table().copies
     with pytest.raises(ValueError, match="zero_bubble_h1 has no option 'replicas'"):
@@ -706,9 +672,7 @@ def test_a_name_without_a_folder_means_one_of_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as error:
         flags.parse(["--config", "quickstrat"], TrainConfig)
-    assert "Did you mean 'quickstart'? `configs` has: asynchronous_gpt, " in str(
-        error.value
-    )
+    assert "Did you mean 'quickstart'? `configs` has: asynchronous_gpt, " in str(error.value)
     # A file of the working directory comes first.
     (tmp_path / "quickstart.py").write_text("def get_config(): return 3")
     with pytest.raises(ValueError, match="must return a TrainConfig, got int"):

@@ -57,9 +57,7 @@ def test_an_epoch_has_every_example_at_most_once():
 
 
 def test_order_and_variation_depend_on_the_seed_alone():
-    np.testing.assert_array_equal(
-        first(9, Numbers(14), 4, seed=3), first(9, Numbers(14), 4, seed=3)
-    )
+    np.testing.assert_array_equal(first(9, Numbers(14), 4, seed=3), first(9, Numbers(14), 4, seed=3))
     a, b = first(1, Numbers(14), 4, seed=3), first(1, Numbers(14), 4, seed=4)
     assert not np.array_equal(a, b)
     noise = np.modf(first(9, Numbers(14), 4, seed=3))[0].ravel()
@@ -98,9 +96,7 @@ class TwoNumbers(Numbers):
 def test_the_shares_of_processes_make_up_the_batches_of_one(num_processes):
     def batches(rows_of):
         trained = itertools.islice(shuffled(TwoNumbers(14), 6, seed=3), 4)
-        return list(
-            shares(itertools.chain(trained, in_order(TwoNumbers(8), 6)), rows_of)
-        )
+        return list(shares(itertools.chain(trained, in_order(TwoNumbers(8), 6)), rows_of))
 
     def rows_of(process):
         return lambda n: np.array_split(np.arange(n), num_processes)[process]
@@ -154,9 +150,7 @@ def test_images_move_by_whole_pixels_and_nothing_wraps():
 def test_without_variation_images_stay():
     data = MNIST(max_shift=3).load()
     batch = data.train.batch(np.arange(5), None)
-    np.testing.assert_array_equal(
-        batch["inputs"], MNIST().load().train.batch(np.arange(5), None)["inputs"]
-    )
+    np.testing.assert_array_equal(batch["inputs"], MNIST().load().train.batch(np.arange(5), None)["inputs"])
 
 
 def test_the_official_files(tmp_path):
@@ -179,9 +173,7 @@ def test_the_official_files(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError) as caught:
         MNIST(dir=str(tmp_path)).load()
-    assert "`train-images-idx3-ubyte` or `train-images-idx3-ubyte.gz`" in str(
-        caught.value
-    )
+    assert "`train-images-idx3-ubyte` or `train-images-idx3-ubyte.gz`" in str(caught.value)
     assert "leave `data.dir` out" in str(caught.value)
 
 
@@ -225,9 +217,7 @@ def test_pixels_are_labelled_as_digit_or_background():
     batch = data.test.batch(np.arange(50), None)
     assert batch["inputs"].shape == (50, 28, 28, 1)
     assert batch["labels"].shape == (50, 28, 28) and batch["labels"].dtype == np.int32
-    np.testing.assert_array_equal(
-        batch["inputs"], plain.test.batch(np.arange(50), None)["inputs"]
-    )
+    np.testing.assert_array_equal(batch["inputs"], plain.test.batch(np.arange(50), None)["inputs"])
     np.testing.assert_array_equal(batch["labels"], plain.test.images[:50] >= 128)
     # Labels move with their images.
     batch = data.train.batch(np.arange(50), np.random.default_rng(0))
@@ -244,13 +234,8 @@ def test_noise_of_pixels_is_drawn_anew_but_for_held_out_images():
 
     held_out = noise(data.test, clean.test, numbers, None)
     assert abs(held_out.mean()) < 0.01 and abs(held_out.std() - 0.5) < 0.01
-    np.testing.assert_allclose(
-        noise(data.test, clean.test, numbers[7:9], None), held_out[7:9], atol=1e-6
-    )
-    drawn = [
-        noise(data.train, clean.train, numbers, np.random.default_rng(k))
-        for k in (0, 1)
-    ]
+    np.testing.assert_allclose(noise(data.test, clean.test, numbers[7:9], None), held_out[7:9], atol=1e-6)
+    drawn = [noise(data.train, clean.train, numbers, np.random.default_rng(k)) for k in (0, 1)]
     assert abs(drawn[0].std() - 0.5) < 0.01
     assert np.abs(np.corrcoef(drawn[0].ravel(), drawn[1].ravel())[0, 1]) < 0.05
     with pytest.raises(ValueError, match="`noise` must be at least 0, got -1"):
@@ -297,9 +282,7 @@ def test_files_packed_and_not_and_directories(tmp_path):
     data = Text(path=str(tmp_path), seq_len=4).load()
     whole = bytes(data.train.text) + bytes(data.test.text)
     assert whole == b"first " * 9 + b"\n" + b"second " * 9
-    separate = Text(
-        path=str(tmp_path / "b.txt"), test_path=str(tmp_path / "a.txt.gz"), seq_len=4
-    ).load()
+    separate = Text(path=str(tmp_path / "b.txt"), test_path=str(tmp_path / "a.txt.gz"), seq_len=4).load()
     assert bytes(separate.train.text) == b"second " * 9
     assert bytes(separate.test.text) == b"first " * 9
 
@@ -399,19 +382,11 @@ def test_masked_bytes_are_replaced_and_counted(tmp_path):
         assert batch["inputs"]["mask"].all() and not batch["inputs"]["segments"].any()
     # The labels are the bytes themselves; held-out masks stay, others are drawn anew.
     still = data.test.batch(np.arange(9), None)
-    np.testing.assert_array_equal(
-        still["labels"], plain.test.batch(np.arange(9), None)["inputs"]
-    )
-    np.testing.assert_array_equal(
-        data.test.batch(np.array([7]), None)["weights"][0], still["weights"][7]
-    )
-    first, second = (
-        data.train.batch(numbers, np.random.default_rng(k))["weights"] for k in (0, 1)
-    )
+    np.testing.assert_array_equal(still["labels"], plain.test.batch(np.arange(9), None)["inputs"])
+    np.testing.assert_array_equal(data.test.batch(np.array([7]), None)["weights"][0], still["weights"][7])
+    first, second = (data.train.batch(numbers, np.random.default_rng(k))["weights"] for k in (0, 1))
     assert not np.array_equal(first, second)
-    with pytest.raises(
-        ValueError, match=r"`mask_fraction` must lie in \(0, 1\], got 0"
-    ):
+    with pytest.raises(ValueError, match=r"`mask_fraction` must lie in \(0, 1\], got 0"):
         MaskedText(mask_fraction=0)
 
 
@@ -477,9 +452,7 @@ def test_pairs_are_padded_and_the_decoder_reads_the_target_shifted(tmp_path):
         np.testing.assert_array_equal(target[:, 0], BEGIN)
         for row in range(2):
             length = np.flatnonzero(labels[row] == END)[0] + 1
-            np.testing.assert_array_equal(
-                target[row, 1:length], labels[row, : length - 1]
-            )
+            np.testing.assert_array_equal(target[row, 1:length], labels[row, : length - 1])
             assert not target[row, length:].any() and not labels[row, length:].any()
             np.testing.assert_array_equal(weights[row], np.arange(12) < length)
         assert num_labels(batch) == len("Zahl 3!") + len("Zahl 11!") + 2
@@ -487,9 +460,7 @@ def test_pairs_are_padded_and_the_decoder_reads_the_target_shifted(tmp_path):
 
 
 def test_long_pairs_are_left_out_and_held_out_ones_may_have_a_file(tmp_path):
-    (tmp_path / "a.tsv.gz").write_bytes(
-        gzip.compress("1234567\tsieben\r\n\n12345678\tacht\nfünf\tcinq\n".encode())
-    )
+    (tmp_path / "a.tsv.gz").write_bytes(gzip.compress("1234567\tsieben\r\n\n12345678\tacht\nfünf\tcinq\n".encode()))
     path = write_pairs(tmp_path / "b.tsv", 3)
     options = {"path": str(path), "test_path": str(tmp_path / "a.tsv.gz")}
     data = Pairs(**options, seq_len=9).load()

@@ -83,9 +83,7 @@ def test_the_second_ends_the_process_wherever_it_is():
     assert error == "\na.py: stopped at once.\n"
 
 
-@pytest.mark.parametrize(
-    "number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
-)
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_before_there_is_anything_to_keep_one_is_enough(number, expected):
     setup = "leave_on_interrupt('a.py: stopped before it began.')"
     code, out, error = interrupted(setup, times=1, number=number)

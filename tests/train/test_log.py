@@ -158,8 +158,7 @@ def test_evaluations_are_records_and_lines(tmp_path, capsys):
     assert last["bits_per_byte"] == 2.5
     assert capsys.readouterr().out.splitlines() == [
         "step  4/10  held-out tokens: accuracy 25.00%, loss 2.0000",
-        "step  5/10  held-out tokens: accuracy 25.00%, intersection over union 12.50%, "
-        "loss 2.0000",
+        "step  5/10  held-out tokens: accuracy 25.00%, intersection over union 12.50%, loss 2.0000",
         "held-out tokens: accuracy 25.00%, loss 2.0000, 2.500 bits per byte",
     ]
 
@@ -180,9 +179,7 @@ def test_the_step_of_a_loss_that_is_not_finite_is_named(tmp_path, loss):
 
 def test_a_held_out_loss_that_is_not_finite_is_an_error(tmp_path):
     with make_log(tmp_path) as log:
-        with pytest.raises(
-            NonFiniteLossError, match="step 4: the held-out loss is nan"
-        ):
+        with pytest.raises(NonFiniteLossError, match="step 4: the held-out loss is nan"):
             log.held_out(4, {"test_loss": float("nan"), "test_accuracy": 0.0})
     (line,) = log_of(tmp_path)
     assert line["test_loss"] is None
@@ -270,13 +267,10 @@ def test_output_that_cannot_be_written_is_a_warning(tmp_path):
         "log.print('a line'); log.print('another line')\n"
     )
     with open("/dev/full", "w") as full:
-        run = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE
-        )
+        run = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE)
     assert run.returncode == 0
     assert run.stderr.decode() == (
-        "train.py: warning: step 0: cannot write to standard output: No space left on device. "
-        "Training goes on.\n"
+        "train.py: warning: step 0: cannot write to standard output: No space left on device. Training goes on.\n"
     )
 
 
@@ -321,9 +315,7 @@ def test_every_number_of_a_record_is_a_scalar_of_tensorboard(tmp_path):
         with pytest.raises(NonFiniteLossError):
             log.step(4, float("nan"), num_units=10)
     records, events = log_of(tmp_path), events_of(tmp_path)
-    assert (
-        [step for step, _ in events] == [r["step"] for r in records] == [0, 2, 3, 3, 4]
-    )
+    assert [step for step, _ in events] == [r["step"] for r in records] == [0, 2, 3, 3, 4]
     assert events[0] == (0, {"memory_bytes/weights": 8.0, "memory_bytes/batch": 3.0})
     assert events[-1] == (4, {})  # no number: `null` and a text
     for record, (step, values) in zip(records[1:-1], events[1:-1], strict=True):

@@ -30,9 +30,7 @@ def test_table_and_files(capsys, tmp_path):
     assert "gpipe: 4 stages, 4 microbatches, device 1" in out
     assert "input stash" in out
     timeline = Timeline.from_json(json.loads((tmp_path / "memory.json").read_text()))
-    assert timeline.blocks == tuple(
-        blocks_of_csv((tmp_path / "memory.csv").read_text())
-    )
+    assert timeline.blocks == tuple(blocks_of_csv((tmp_path / "memory.csv").read_text()))
     assert {b.stage for b in timeline.blocks if b.use == "weights"} == {1}
     assert "<svg" in (tmp_path / "memory.svg").read_text()
 

@@ -187,9 +187,7 @@ def test_sizes():
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TEXTS = [plan.__doc__, *(page.read_text() for page in PAGES)]
-COMMANDS = sorted(
-    {c for t in TEXTS for c in re.findall(r"python (train/plan\.py --[^`\n]+)", t)}
-)
+COMMANDS = sorted({c for t in TEXTS for c in re.findall(r"python (train/plan\.py --[^`\n]+)", t)})
 OF_MODELS = [c for c in COMMANDS if "--config " in c]
 GPT = next(c for c in OF_MODELS if "gpt_1f1b" in c)
 OF_GRAPHS = [c for c in COMMANDS if "--graph " in c]
@@ -227,8 +225,7 @@ def test_there_are_commands():
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("command", "more"),
-    [(command, "") for command in OF_MODELS]
-    + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
+    [(command, "") for command in OF_MODELS] + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
 def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more):
     """Everything but the measuring."""
@@ -266,9 +263,7 @@ def test_no_plan_fits(capsys, clone, unmeasured):
     assert "the limit is 1.0 KiB" in error
 
 
-SMALL = (
-    "--config configs/quickstart.py --config.model=MLP --config.model.widths=64,64,64"
-)
+SMALL = "--config configs/quickstart.py --config.model=MLP --config.model.widths=64,64,64"
 SMALL += " --config.batch_size=16 --config.num_steps=1 --microbatches 1"
 
 
@@ -356,12 +351,8 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     command = [sys.executable, "train/plan.py", "--config", "configs/quickstart.py"]
     command += ["--config.model=MLP", "--config.model.widths=16,16,16"]
     command += ["--config.batch_size=16", "--config.num_steps=2"]
-    command += (
-        f"--devices 2 --microbatches 4 --profiles {profiles} --memory 1GiB".split()
-    )
-    result = subprocess.run(
-        [*command, "--save", str(saved)], cwd=ROOT, capture_output=True, text=True
-    )
+    command += f"--devices 2 --microbatches 4 --profiles {profiles} --memory 1GiB".split()
+    result = subprocess.run([*command, "--save", str(saved)], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for words in (
         "profile of a microbatch of 4",
@@ -379,9 +370,7 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     config = flags.load(str(saved), TrainConfig)
     assert config.model.widths == (16, 16, 16) and config.num_steps == 2
 
-    again = subprocess.run(
-        [*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    again = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert profile.read_text() == measured
     best, *others = json.loads(again.stdout)
     assert best["fits"] and not best["why"] and all(o["why"] for o in others)
@@ -446,9 +435,7 @@ def test_two_processes_plan_and_train(tmp_path):
     ("words", "message"),
     [
         ("--devices 2 --save /nope/x.py", "there is no folder `/nope`"),
-        pytest.param(
-            "--devices 1", "of all 2 processes, 2, got 1", marks=pytest.mark.exhaustive
-        ),
+        pytest.param("--devices 1", "of all 2 processes, 2, got 1", marks=pytest.mark.exhaustive),
         pytest.param(  # which process 0 alone finds out
             "--devices 2 --profiles /dev/null/profiles",
             "Not a directory",

@@ -55,18 +55,14 @@ HELD_OUT = [
 def panels(records):
     """{label of a panel: {label of a line: its points}}"""
     return {
-        axes.get_title(loc="left"): {
-            line.get_label(): list(zip(*line.get_data())) for line in axes.lines
-        }
+        axes.get_title(loc="left"): {line.get_label(): list(zip(*line.get_data())) for line in axes.lines}
         for axes in plot.figure(records, "run").axes
     }
 
 
 def write(run_dir, records):
     run_dir.mkdir(exist_ok=True)
-    lines = [
-        record if isinstance(record, str) else json.dumps(record) for record in records
-    ]
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     (run_dir / "log.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
@@ -98,11 +94,7 @@ def test_every_step_is_drawn_and_means_lie_in_the_middle_of_their_steps():
 
 
 def test_one_curve_is_enough_if_every_step_is_a_line():
-    lines = [
-        line | {"each_step": {"loss": [line["loss"]]}}
-        for line in LINES
-        if "loss" in line
-    ]
+    lines = [line | {"each_step": {"loss": [line["loss"]]}} for line in LINES if "loss" in line]
     points = [(step, 2.0**-step) for step in range(1, 9)]
     assert panels(lines)["loss (nats)"] == {"training, each step": points}
 
@@ -150,19 +142,12 @@ def test_losses_that_fall_far_are_on_a_logarithmic_axis():
     ],
 )
 def test_numbers_of_an_axis_are_written_alike(losses, expected):
-    records = [
-        {"step": k, "loss": loss, "learning_rate": 0.1}
-        for k, loss in enumerate(losses, 1)
-    ]
+    records = [{"step": k, "loss": loss, "learning_rate": 0.1} for k, loss in enumerate(losses, 1)]
     fig = plot.figure(records, "run")
     fig.draw_without_rendering()
     axes = fig.axes[0]
     low, high = axes.get_ylim()
-    texts = {
-        label.get_text()
-        for label, tick in zip(axes.get_yticklabels(), axes.get_yticks())
-        if low <= tick <= high
-    }
+    texts = {label.get_text() for label, tick in zip(axes.get_yticklabels(), axes.get_yticks()) if low <= tick <= high}
     assert expected <= texts and len({text.startswith("$") for text in texts}) == 1
 
 
@@ -180,9 +165,7 @@ def test_the_title_says_how_it_ended():
 
 def test_no_text_lies_over_another():
     fig = plot.figure([*LINES, *HELD_OUT], "run")
-    renderer = (
-        fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None
-    )
+    renderer = fig.canvas.get_renderer() if hasattr(fig.canvas, "get_renderer") else None
     fig.draw_without_rendering()
     boxes = [fig._suptitle.get_window_extent(renderer)]
     for axes in fig.axes:
@@ -190,9 +173,7 @@ def test_no_text_lies_over_another():
         low, high = axes.get_ylim()
         boxes.append(axes._left_title.get_window_extent(renderer))
         boxes.extend(
-            label.get_window_extent(renderer)
-            for label, tick in zip(labels, axes.get_yticks())
-            if low <= tick <= high
+            label.get_window_extent(renderer) for label, tick in zip(labels, axes.get_yticks()) if low <= tick <= high
         )
     boxes = [box for box in boxes if box.width]
     assert len(boxes) > 12

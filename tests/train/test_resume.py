@@ -82,9 +82,7 @@ def stopped_after(run_dir, step, folder):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [3, 6, 9])
 @pytest.mark.sampled(4)
-def test_the_log_and_the_weights_are_those_of_the_whole_run(
-    whole, step, tmp_path, capsys
-):
+def test_the_log_and_the_weights_are_those_of_the_whole_run(whole, step, tmp_path, capsys):
     folder = stopped_after(whole, step, tmp_path / "run")
     assert main(["--resume", str(folder)]) == 0
     assert f"resumed after step {step} of 9" in capsys.readouterr().out
@@ -95,9 +93,7 @@ def test_the_log_and_the_weights_are_those_of_the_whole_run(
     assert (folder / "run.png").exists() and not (folder / "config-1.json").exists()
 
 
-IN_HOST_MEMORY = tuple(
-    f"mesh.offload_{name}=1" for name in ("optimizer", "weights", "gradients")
-)
+IN_HOST_MEMORY = tuple(f"mesh.offload_{name}=1" for name in ("optimizer", "weights", "gradients"))
 CHANGES = [
     ("pipeline.num_stages=1",),
     IN_HOST_MEMORY,
@@ -119,9 +115,7 @@ def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
         return  # another training from here on
     for a, b in zip(got, want):
         if "each_step" in a:
-            np.testing.assert_allclose(
-                a["each_step"]["loss"], b["each_step"]["loss"], rtol=1e-4
-            )
+            np.testing.assert_allclose(a["each_step"]["loss"], b["each_step"]["loss"], rtol=1e-4)
 
 
 @pytest.mark.exhaustive
@@ -186,9 +180,7 @@ def test_two_runs_of_one_folder(whole, tmp_path, capsys):
             assert main(words) == 2
             error = capsys.readouterr().err
             assert error.count("\n") == 1
-            assert (
-                f"another run is at work in `{folder}`: process {first.pid} on" in error
-            )
+            assert f"another run is at work in `{folder}`: process {first.pid} on" in error
     finally:
         first.kill()
         first.wait()
@@ -211,19 +203,12 @@ def test_a_longer_run_goes_on_where_the_first_ended(whole, tmp_path):
 def test_another_learning_rate_counts_from_the_next_step_on(whole, tmp_path):
     folder = stopped_after(whole, 6, tmp_path / "run")
     before = params(folder)
-    assert (
-        main(["--resume", str(folder), *options("optimizer.learning_rate=1e-20")]) == 0
-    )
-    for a, b in zip(
-        jax.tree.leaves(params(folder)), jax.tree.leaves(before), strict=True
-    ):
+    assert main(["--resume", str(folder), *options("optimizer.learning_rate=1e-20")]) == 0
+    for a, b in zip(jax.tree.leaves(params(folder)), jax.tree.leaves(before), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12)
     assert log_of(folder)[-1]["step"] == 9
     (old,) = folder.glob("config-*.json")
-    rates = [
-        json.loads(p.read_text())["optimizer"]["learning_rate"]
-        for p in (old, folder / "config.json")
-    ]
+    rates = [json.loads(p.read_text())["optimizer"]["learning_rate"] for p in (old, folder / "config.json")]
     assert rates[0] > rates[1] == 1e-20
 
 
@@ -274,9 +259,7 @@ def test_a_run_that_was_ended_from_outside_goes_on(number, words, tmp_path):
         *words,
     )
     command = [sys.executable, str(ROOT / "train" / "train.py")]
-    process = subprocess.Popen(
-        [*command, *TINY, *words], stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*command, *TINY, *words], stderr=subprocess.PIPE, text=True)
     checkpoints = jpipe.Checkpoints(folder / "checkpoints")
     deadline = time.monotonic() + 120
     while not checkpoints.steps() and time.monotonic() < deadline:
@@ -287,10 +270,7 @@ def test_a_run_that_was_ended_from_outside_goes_on(number, words, tmp_path):
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number
         assert f"stopped after step {step} of 100000" in error
-        assert (
-            f"Go on after step {step}: python train/train.py --resume {folder}."
-            in error
-        )
+        assert f"Go on after step {step}: python train/train.py --resume {folder}." in error
     words = options(f"num_steps={step + 2}", "log_every=1")
     assert main(["--resume", str(folder), *words]) == 0
     steps = [line["step"] for line in records(folder) if "loss" in line]
@@ -298,9 +278,7 @@ def test_a_run_that_was_ended_from_outside_goes_on(number, words, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_checkpoints_that_cannot_be_written_do_not_end_the_run(
-    tmp_path, monkeypatch, capsys
-):
+def test_checkpoints_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     save, failing = jpipe.Checkpoints.save, [3, 6]
 
@@ -349,9 +327,7 @@ def test_a_signal_in_an_evaluation_loses_no_step(whole, tmp_path, monkeypatch, c
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_a_run_whose_folder_is_removed_leaves_what_it_can(
-    at_the_end, tmp_path, monkeypatch, capsys
-):
+def test_a_run_whose_folder_is_removed_leaves_what_it_can(at_the_end, tmp_path, monkeypatch, capsys):
     """With a later checkpoint all that resuming needs; else it says that there is none."""
     evaluate, folder = script.evaluate, tmp_path / "run"
     checkpoints = jpipe.Checkpoints(folder / "checkpoints")
@@ -367,9 +343,7 @@ def test_a_run_whose_folder_is_removed_leaves_what_it_can(
     if at_the_end:
         words += options("eval_every=none", "eval_batches=none")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            script, "evaluate", removing if at_the_end else once(removing, evaluate)
-        )
+        patch.setattr(script, "evaluate", removing if at_the_end else once(removing, evaluate))
         code = main([*TINY, *words])
     error = capsys.readouterr().err
     if at_the_end:
@@ -409,9 +383,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("words,message", WRONG, ids=lambda value: str(value)[-40:])
-def test_mistakes_are_one_line_and_change_nothing(
-    words, message, whole, tmp_path, capsys
-):
+def test_mistakes_are_one_line_and_change_nothing(words, message, whole, tmp_path, capsys):
     run, empty = tmp_path / "run", tmp_path / "empty"
     shutil.copytree(whole, run)
     shutil.copytree(whole, empty, ignore=shutil.ignore_patterns("checkpoints"))
@@ -433,9 +405,7 @@ def test_several_processes_write_the_log_of_one(whole, tmp_path):
     launch = [sys.executable, "-m", "jpipe.launch", "-n", "2", "--devices", "2"]
     command = [*launch, str(ROOT / "train" / "train.py")]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FLAGS}
-    ran = subprocess.run(
-        [*command, *TINY, *options(f"run_dir={folder}")], env=environment
-    )
+    ran = subprocess.run([*command, *TINY, *options(f"run_dir={folder}")], env=environment)
     assert ran.returncode == 0
     memory, *steps = records(folder)  # temporaries differ
     assert steps == records(whole)[1:]
@@ -454,9 +424,7 @@ def test_several_processes_write_the_log_of_one(whole, tmp_path):
 def test_sigterm_ends_all_processes_at_one_step_with_a_checkpoint(tmp_path):
     folder = tmp_path / "run"
     launch = [sys.executable, "-m", "jpipe.launch", "-n", "2", "--devices", "2"]
-    words = options(
-        f"run_dir={folder}", "num_steps=100000", "eval_every=none", "eval_batches=none"
-    )
+    words = options(f"run_dir={folder}", "num_steps=100000", "eval_every=none", "eval_batches=none")
     process = subprocess.Popen(
         [*launch, str(ROOT / "train" / "train.py"), *TINY, *words],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -47,16 +47,12 @@ def test_is_lemma_1():
     np.testing.assert_allclose([b.configured for b in bounds], 0.3, rtol=1e-6)
     assert [b.is_stable for b in bounds] == [False, False, False, True]
     message = stability.warning(bounds)
-    assert (
-        "on 3 of 4 stages: with a delay of 3 updates stage 0 is stable up to" in message
-    )
+    assert "on 3 of 4 stages: with a delay of 3 updates stage 0 is stable up to" in message
     assert "too large" in stability.text(curvature, bounds)
 
 
 def test_configured_rates_have_t1_and_begin_after_the_warm_up():
-    config = OptimizerConfig(
-        "sgd", 0.3, momentum=0.0, decay="constant", annealing_steps=8
-    )
+    config = OptimizerConfig("sgd", 0.3, momentum=0.0, decay="constant", annealing_steps=8)
     _, bounds = found(config, SCHEDULE, num_steps=4, first_step=2)
     expected = [0.3 * max(tau, 1) ** -(1 - 3 / 8) for tau in (3, 2, 1, 0)]
     np.testing.assert_allclose([b.configured for b in bounds], expected, rtol=1e-6)
@@ -71,9 +67,7 @@ def test_adam_is_momentum_on_scaled_weights(name, nesterov):
     size = np.sqrt((gradients**2).mean(axis=0))
     expected = (CURVATURES / size).max()
     np.testing.assert_allclose(curvature, expected, rtol=2e-2)
-    of_rate = jpipe.optim.largest_stable_rate(
-        0.1 * curvature, [3, 2, 1, 0], 0.9, nesterov
-    )
+    of_rate = jpipe.optim.largest_stable_rate(0.1 * curvature, [3, 2, 1, 0], 0.9, nesterov)
     np.testing.assert_allclose([b.largest for b in bounds], of_rate, rtol=1e-6)
 
 
@@ -153,7 +147,5 @@ def test_evaluations_read_the_average(tmp_path, capsys):
             ]
         )
         out = capsys.readouterr().out
-        losses.append(
-            float(out.split("held-out images: ")[1].split("loss ")[1].split()[0])
-        )
+        losses.append(float(out.split("held-out images: ")[1].split("loss ")[1].split()[0]))
     assert np.isfinite(losses).all() and losses[0] != losses[1]

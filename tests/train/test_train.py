@@ -309,14 +309,9 @@ def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
     assert line["tokens_per_second"] > 0
     assert result["bits_per_byte"] == pytest.approx(result["test_loss"] / np.log(2))
     # Two devices share each stage, and the numbers stay.
-    assert (
-        "mesh: stage=2 (2 x cpu)" in out and "mesh: stage=2, model=2 (4 x cpu)" in out
-    )
+    assert "mesh: stage=2 (2 x cpu)" in out and "mesh: stage=2, model=2 (4 x cpu)" in out
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-    weights = [
-        log_of(tmp_path / f"model{model}")[0]["memory_bytes"]["weights"]
-        for model in (1, 2)
-    ]
+    weights = [log_of(tmp_path / f"model{model}")[0]["memory_bytes"]["weights"] for model in (1, 2)]
     assert weights[1] < weights[0]
 
 
@@ -329,9 +324,7 @@ def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
     )
     assert main([*TINY, *words, f"--config.run_dir={tmp_path / 'run'}"]) == 0
     printed = capsys.readouterr().out
-    (ratio,) = re.findall(
-        r"activation, a microbatch +0 to 1 .* (3\.\d)$", printed, re.M
-    )
+    (ratio,) = re.findall(r"activation, a microbatch +0 to 1 .* (3\.\d)$", printed, re.M)
     assert re.search(r"gradients of weights, a step +0 .* \d\.\d$", printed, re.M)
     assert re.search(r"compression +[\d.]+ KiB", printed)
     assert "error norm" in printed
@@ -347,9 +340,7 @@ def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
 
 def test_the_arguments_of_a_pipeline():
     config = TrainConfig(model=MLP(), data=MNIST())
-    tied = flags.override(
-        config, {"model": {"": "Transformer", "tie_embeddings": "true"}}
-    )
+    tied = flags.override(config, {"model": {"": "Transformer", "tie_embeddings": "true"}})
     mesh = jpipe.make_mesh(stage=1)
     assert not config.options_of_pipeline(mesh)["ties"]
     options = tied.options_of_pipeline(mesh)
@@ -392,9 +383,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     words = options(f"run_dir={tmp_path / 'run'}", "optimizer.warmup_steps=0")
     assert main([*ONE_STAGE, "--config.optimizer.learning_rate=1e30", *words]) == 1
     error = capsys.readouterr().err
-    assert re.match(
-        r"train.py: step 2: the loss is (nan|inf)\. Training stopped", error
-    )
+    assert re.match(r"train.py: step 2: the loss is (nan|inf)\. Training stopped", error)
     assert "a smaller --config.optimizer.learning_rate (now 1e+30)" in error
     assert str(tmp_path / "run") in error
     _, line, last = log_of(tmp_path / "run")
@@ -429,9 +418,7 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ["full disk", "removed folder", "full at the end"])
-def test_a_run_that_cannot_write_trains_to_its_end_and_says_so(
-    tmp_path, monkeypatch, capsys, fault
-):
+def test_a_run_that_cannot_write_trains_to_its_end_and_says_so(tmp_path, monkeypatch, capsys, fault):
     function, calls, run_dir = script.record, [], tmp_path / "run"
 
     def record(*args):
@@ -500,9 +487,7 @@ def test_a_run_that_cannot_write_trains_to_its_end_and_says_so(
         (["--config.pipeline.synchronous_steps=2"], "before 'gpipe', which is sync"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_nothing(
-    words, message, capsys, tmp_path, monkeypatch
-):
+def test_mistakes_are_one_line_and_leave_nothing(words, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").write_text("")  # what `run_dir=.` must not mix with
     assert main([*TINY, *words]) == 2
@@ -513,9 +498,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_run_folder_without_space_is_noticed_before_compilation(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_run_folder_without_space_is_noticed_before_compilation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jpipe, "Pipeline", None)  # nothing gets so far
     with file_size_limit(1000):
         assert main([*TINY, f"--config.run_dir={tmp_path / 'a' / 'b'}"]) == 2
@@ -598,9 +581,7 @@ def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
         ("evaluate", 5, 9, [0, 2, 3, 4, 6, 6, 8, 9]),  # in the last one
     ],
 )
-def test_an_interrupt_loses_nothing(
-    tmp_path, monkeypatch, capsys, place, num_calls, last, steps
-):
+def test_an_interrupt_loses_nothing(tmp_path, monkeypatch, capsys, place, num_calls, last, steps):
     function, calls = getattr(script, place), []
 
     def interrupting(*args, **kwargs):
@@ -653,9 +634,7 @@ def test_help_of_a_config_shows_its_values(capsys):
 
 def test_commands_in_the_help_work(capsys):
     main(["--help"])
-    commands = re.findall(
-        r"python train/train.py (--config .*)", capsys.readouterr().out
-    )
+    commands = re.findall(r"python train/train.py (--config .*)", capsys.readouterr().out)
     assert len(commands) == 5
     for command in commands:
         path = command.split()[1]
@@ -677,9 +656,7 @@ def test_evaluation_counts_every_example_once():
     batch = data.train.batch(np.arange(300), None)
     state = pipe.init(jax.random.key(0), batch)
     result = evaluate(pipe, state, data.test, 300)  # 2,000 = 6 * 300 + 200
-    outputs = np.concatenate(
-        [pipe.predict(state, batch) for batch in in_order(data.test, 300)]
-    )
+    outputs = np.concatenate([pipe.predict(state, batch) for batch in in_order(data.test, 300)])
     labels = data.test.labels.astype(np.int32)
     assert len(outputs) == 2000
     expected, averages = loss(jnp.asarray(outputs), {"labels": labels})

@@ -47,9 +47,7 @@ def exported(module, base: type) -> list[str]:
     return [
         name
         for name, value in sorted(vars(module).items())
-        if not name.startswith("_")
-        and inspect.isclass(value)
-        and issubclass(value, base)
+        if not name.startswith("_") and inspect.isclass(value) and issubclass(value, base)
     ]
 
 
@@ -79,9 +77,7 @@ def recurrent(dtype) -> dict[str, Any]:
 
 def of_nnx(name: str, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
     """`make` of a class of NNX that takes its dtypes and `rngs`."""
-    return lambda dtype: functools.partial(
-        getattr(nnx, name), *arguments, **dtypes(dtype), **options
-    )
+    return lambda dtype: functools.partial(getattr(nnx, name), *arguments, **dtypes(dtype), **options)
 
 
 def of_linen(name: str, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
@@ -103,9 +99,7 @@ class Unpacked(nnx.Module):
 
 def nnx_cell(name: str) -> Callable[[Any], Any]:
     cell = getattr(nnx, name)
-    return lambda dtype: functools.partial(
-        Unpacked, functools.partial(cell, DIM, DIM, **recurrent(dtype))
-    )
+    return lambda dtype: functools.partial(Unpacked, functools.partial(cell, DIM, DIM, **recurrent(dtype)))
 
 
 class UnpackedLinen(linen.Module):
@@ -194,31 +188,19 @@ FP8 = "has a collection .*, whose new value is a gradient"
 
 def fp8(name: str) -> Example:
     return Example(
-        lambda dtype: linen.Dense(
-            DIM, **dtypes(dtype), dot_general_cls=getattr(linen, name)
-        ),
+        lambda dtype: linen.Dense(DIM, **dtypes(dtype), dot_general_cls=getattr(linen, name)),
         refused=FP8,
     )
 
 
 ALL_EXAMPLES: dict[str, Example] = {
-    "nnx.BatchNorm": Example(
-        of_nnx("BatchNorm", DIM, momentum=0.9), is_batch_norm=True
-    ),
+    "nnx.BatchNorm": Example(of_nnx("BatchNorm", DIM, momentum=0.9), is_batch_norm=True),
     "nnx.Bidirectional": Example(partial(nnx_bidirectional), SEQUENCE),
     "nnx.Conv": Example(of_nnx("Conv", DIM, DIM, (3,)), SEQUENCE, complex=True),
-    "nnx.ConvTranspose": Example(
-        of_nnx("ConvTranspose", DIM, DIM, (3,)), SEQUENCE, complex=True
-    ),
-    "nnx.Dropout": Example(
-        lambda dtype: functools.partial(nnx.Dropout, 0.0), complex=True
-    ),
-    "nnx.Einsum": Example(
-        of_nnx("Einsum", "bi,io->bo", (DIM, DIM), (DIM,)), complex=True
-    ),
-    "nnx.Embed": Example(
-        of_nnx("Embed", 7, DIM), (), num_tokens=7, keeps_shape=False, complex=True
-    ),
+    "nnx.ConvTranspose": Example(of_nnx("ConvTranspose", DIM, DIM, (3,)), SEQUENCE, complex=True),
+    "nnx.Dropout": Example(lambda dtype: functools.partial(nnx.Dropout, 0.0), complex=True),
+    "nnx.Einsum": Example(of_nnx("Einsum", "bi,io->bo", (DIM, DIM), (DIM,)), complex=True),
+    "nnx.Embed": Example(of_nnx("Embed", 7, DIM), (), num_tokens=7, keeps_shape=False, complex=True),
     "nnx.GRUCell": Example(nnx_cell("GRUCell"), CARRY),
     "nnx.GroupNorm": Example(of_nnx("GroupNorm", DIM, num_groups=2), SEQUENCE),
     "nnx.InstanceNorm": Example(of_nnx("InstanceNorm", DIM), SEQUENCE),
@@ -232,9 +214,7 @@ ALL_EXAMPLES: dict[str, Example] = {
     ),
     "nnx.LoRA": Example(partial(nnx_lora), rate=0.1, complex=True),
     "nnx.LoRALinear": Example(partial(nnx_lora_linear), rate=0.1, complex=True),
-    "nnx.MultiHeadAttention": Example(
-        of_nnx("MultiHeadAttention", 2, DIM, decode=False), SEQUENCE
-    ),
+    "nnx.MultiHeadAttention": Example(of_nnx("MultiHeadAttention", 2, DIM, decode=False), SEQUENCE),
     "nnx.OptimizedLSTMCell": Example(nnx_cell("OptimizedLSTMCell"), TWO_CARRIES),
     "nnx.PReLU": Example(lambda dtype: lambda rngs: nnx.PReLU(0.1, **dtypes(dtype))),
     "nnx.RMSNorm": Example(of_nnx("RMSNorm", DIM)),
@@ -244,12 +224,8 @@ ALL_EXAMPLES: dict[str, Example] = {
     ),
     "nnx.Sequential": Example(partial(nnx_sequential), complex=True),
     "nnx.SimpleCell": Example(nnx_cell("SimpleCell"), CARRY),
-    "nnx.SpectralNorm": Example(
-        partial(functools.partial(nnx_around, "SpectralNorm")), refused=WRITES
-    ),
-    "nnx.WeightNorm": Example(
-        partial(functools.partial(nnx_around, "WeightNorm")), refused=WRITES
-    ),
+    "nnx.SpectralNorm": Example(partial(functools.partial(nnx_around, "SpectralNorm")), refused=WRITES),
+    "nnx.WeightNorm": Example(partial(functools.partial(nnx_around, "WeightNorm")), refused=WRITES),
     "linen.BatchNorm": Example(
         of_linen("BatchNorm", momentum=0.9),
         train=dict(use_running_average=False),
@@ -265,17 +241,11 @@ ALL_EXAMPLES: dict[str, Example] = {
         SEQUENCE,
     ),
     "linen.Conv": Example(of_linen("Conv", DIM, (3,)), SEQUENCE, complex=True),
-    "linen.ConvLSTMCell": Example(
-        linen_cell("ConvLSTMCell", kernel_size=(3,)), ((SEQUENCE, SEQUENCE), SEQUENCE)
-    ),
+    "linen.ConvLSTMCell": Example(linen_cell("ConvLSTMCell", kernel_size=(3,)), ((SEQUENCE, SEQUENCE), SEQUENCE)),
     "linen.ConvLocal": Example(of_linen("ConvLocal", DIM, (3,)), SEQUENCE),
-    "linen.ConvTranspose": Example(
-        of_linen("ConvTranspose", DIM, (3,)), SEQUENCE, complex=True
-    ),
+    "linen.ConvTranspose": Example(of_linen("ConvTranspose", DIM, (3,)), SEQUENCE, complex=True),
     "linen.Dense": Example(of_linen("Dense", DIM), complex=True),
-    "linen.DenseGeneral": Example(
-        of_linen("DenseGeneral", (2, DIM), axis=(-2, -1)), (2, DIM), complex=True
-    ),
+    "linen.DenseGeneral": Example(of_linen("DenseGeneral", (2, DIM), axis=(-2, -1)), (2, DIM), complex=True),
     "linen.Dropout": Example(
         lambda dtype: linen.Dropout(0.0),
         train=dict(deterministic=False),
@@ -283,9 +253,7 @@ ALL_EXAMPLES: dict[str, Example] = {
         complex=True,
     ),
     "linen.Einsum": Example(of_linen("Einsum", (DIM, DIM), "bi,io->bo"), complex=True),
-    "linen.Embed": Example(
-        of_linen("Embed", 7, DIM), (), num_tokens=7, keeps_shape=False, complex=True
-    ),
+    "linen.Embed": Example(of_linen("Embed", 7, DIM), (), num_tokens=7, keeps_shape=False, complex=True),
     "linen.Fp8DirectDotGeneralOp": fp8("Fp8DirectDotGeneralOp"),
     "linen.Fp8DotGeneral": fp8("Fp8DotGeneral"),
     "linen.Fp8DotGeneralOp": fp8("Fp8DotGeneralOp"),
@@ -297,16 +265,12 @@ ALL_EXAMPLES: dict[str, Example] = {
     "linen.LayerNorm": Example(of_linen("LayerNorm")),
     "linen.MGUCell": Example(linen_cell("MGUCell"), CARRY),
     "linen.MultiHeadAttention": Example(of_linen("MultiHeadAttention", 2), SEQUENCE),
-    "linen.MultiHeadDotProductAttention": Example(
-        of_linen("MultiHeadDotProductAttention", 2), SEQUENCE
-    ),
+    "linen.MultiHeadDotProductAttention": Example(of_linen("MultiHeadDotProductAttention", 2), SEQUENCE),
     "linen.NANOOFp8DotGeneralOp": fp8("NANOOFp8DotGeneralOp"),
     "linen.OptimizedLSTMCell": Example(linen_cell("OptimizedLSTMCell"), TWO_CARRIES),
     "linen.PReLU": Example(lambda dtype: linen.PReLU(dtype, 0.1)),
     "linen.RMSNorm": Example(of_linen("RMSNorm")),
-    "linen.RNN": Example(
-        lambda dtype: linen.RNN(linen.GRUCell(DIM, **recurrent(dtype))), SEQUENCE
-    ),
+    "linen.RNN": Example(lambda dtype: linen.RNN(linen.GRUCell(DIM, **recurrent(dtype))), SEQUENCE),
     "linen.SelfAttention": Example(of_linen("SelfAttention", 2), SEQUENCE),
     "linen.Sequential": Example(
         lambda dtype: linen.Sequential(
@@ -320,17 +284,11 @@ ALL_EXAMPLES: dict[str, Example] = {
     ),
     "linen.SimpleCell": Example(linen_cell("SimpleCell"), CARRY),
     "linen.SpectralNorm": Example(
-        lambda dtype: linen.SpectralNorm(
-            linen.Dense(DIM, **dtypes(dtype)), **dtypes(dtype)
-        ),
+        lambda dtype: linen.SpectralNorm(linen.Dense(DIM, **dtypes(dtype)), **dtypes(dtype)),
         train=dict(update_stats=True),
         evaluate=dict(update_stats=False),
     ),
-    "linen.WeightNorm": Example(
-        lambda dtype: linen.WeightNorm(
-            linen.Dense(DIM, **dtypes(dtype)), **dtypes(dtype)
-        )
-    ),
+    "linen.WeightNorm": Example(lambda dtype: linen.WeightNorm(linen.Dense(DIM, **dtypes(dtype)), **dtypes(dtype))),
 }
 """Of every class of every release but `NO_LAYERS`."""
 

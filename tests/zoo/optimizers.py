@@ -23,8 +23,9 @@ class Example:
       make: a whole optimizer. The test calls it, as some make arrays.
       complex: whether it is compared with complex weights too.
       bfloat16: whether it is compared in bfloat16. Not: what moves weights in three updates by less than the tolerance
-        (COCOB), what divides by zero because Optax rounds a decay of 0.999 to 1 (hyperparameters in the state), and what
-        changes the dtype of its state from update to update, so that the pipeline refuses it (distance over gradients).
+        (COCOB), what divides by zero because Optax rounds a decay of 0.999 to 1 (hyperparameters in the state), and
+        what changes the dtype of its state from update to update, so that the pipeline refuses it (distance over
+        gradients).
       refused: what the pipeline says if it does not take it.
     """
 
@@ -64,17 +65,13 @@ contrib.schedule_free_eval_params
 
 def whole(optimizer, *arguments, **options):
     """Example of an optimizer."""
-    special = {
-        k: options.pop(k) for k in ("refused", "complex", "bfloat16") if k in options
-    }
+    special = {k: options.pop(k) for k in ("refused", "complex", "bfloat16") if k in options}
     return Example(lambda: optimizer(*arguments, **options), **special)
 
 
 def scaled(transform, *arguments, rate=0.1, **options):
     """Example of a transform, in front of a learning rate."""
-    special = {
-        k: options.pop(k) for k in ("refused", "complex", "bfloat16") if k in options
-    }
+    special = {k: options.pop(k) for k in ("refused", "complex", "bfloat16") if k in options}
     return Example(
         lambda: optax.chain(transform(*arguments, **options), optax.scale(-rate)),
         **special,
@@ -100,9 +97,7 @@ def vectors(params):
 
 
 def by_layer(params):
-    return jax.tree.map_with_path(
-        lambda path, _: "first" if path[0].idx == 0 else "others", params
-    )
+    return jax.tree.map_with_path(lambda path, _: "first" if path[0].idx == 0 else "others", params)
 
 
 def after_the_first(step, **extra_args):
@@ -137,9 +132,7 @@ EXAMPLES: dict[str, Example] = {
     "optax.adam": whole(optax.adam, 0.1, complex=True),
     "optax.adamax": whole(optax.adamax, 0.1),
     "optax.adamaxw": whole(optax.adamaxw, 0.1, weight_decay=0.1, mask=matrices),
-    "optax.adamw": whole(
-        optax.adamw, 0.1, weight_decay=0.1, mask=matrices, complex=True
-    ),
+    "optax.adamw": whole(optax.adamw, 0.1, weight_decay=0.1, mask=matrices, complex=True),
     "optax.adan": whole(optax.adan, 0.1),
     "optax.adaptive_grad_clip": scaled(optax.adaptive_grad_clip, 0.1, rate=1.0),
     "optax.add_decayed_weights": scaled(optax.add_decayed_weights, 0.5, matrices),
@@ -153,39 +146,27 @@ EXAMPLES: dict[str, Example] = {
     "optax.clip_by_block_rms": scaled(optax.clip_by_block_rms, 0.1, rate=1.0),
     "optax.clip_by_global_norm": scaled(optax.clip_by_global_norm, 0.1, refused=APART),
     "optax.conditionally_mask": around(optax.conditionally_mask, after_the_first),
-    "optax.conditionally_transform": around(
-        optax.conditionally_transform, after_the_first
-    ),
+    "optax.conditionally_transform": around(optax.conditionally_transform, after_the_first),
     "optax.ema": scaled(optax.ema, 0.9, complex=True),
     "optax.flatten": around(optax.flatten, refused=APART),
     "optax.freeze": whole(lambda: optax.chain(SGD, optax.freeze(vectors))),
     "optax.fromage": whole(optax.fromage, 0.1),
     "optax.identity": scaled(optax.identity),
     "optax.inject_hyperparams": whole(
-        lambda: optax.inject_hyperparams(optax.adamw)(
-            optax.linear_schedule(0.1, 0.2, 3)
-        ),
+        lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.2, 3)),
         bfloat16=False,
     ),
     "optax.inject_stateful_hyperparams": whole(
-        lambda: optax.inject_stateful_hyperparams(optax.adamw)(
-            optax.linear_schedule(0.1, 0.2, 3)
-        ),
+        lambda: optax.inject_stateful_hyperparams(optax.adamw)(optax.linear_schedule(0.1, 0.2, 3)),
         bfloat16=False,
     ),
-    "optax.keep_params_nonnegative": whole(
-        lambda: optax.chain(optax.sgd(1.0), optax.keep_params_nonnegative())
-    ),
+    "optax.keep_params_nonnegative": whole(lambda: optax.chain(optax.sgd(1.0), optax.keep_params_nonnegative())),
     "optax.lamb": whole(optax.lamb, 0.1, weight_decay=0.1),
     "optax.lars": whole(optax.lars, 1.0, weight_decay=0.1, trust_coefficient=0.1),
     "optax.lbfgs": whole(optax.lbfgs, refused=MORE),
     "optax.lion": whole(optax.lion, 0.1),
     "optax.lookahead": around(optax.lookahead, 2, 0.5, refused=MORE),
-    "optax.masked": whole(
-        lambda: optax.chain(
-            optax.masked(optax.scale_by_adam(), matrices), optax.scale(-0.1)
-        )
-    ),
+    "optax.masked": whole(lambda: optax.chain(optax.masked(optax.scale_by_adam(), matrices), optax.scale(-0.1))),
     "optax.measure_with_ema": scaled(
         lambda: optax.monitor({"norm": optax.measure_with_ema(norms, 0.9)}),
         refused=FORM,
@@ -194,15 +175,9 @@ EXAMPLES: dict[str, Example] = {
     "optax.multi_transform": whole(by_label, optax.multi_transform),
     "optax.nadam": whole(optax.nadam, 0.1),
     "optax.nadamw": whole(optax.nadamw, 0.1),
-    "optax.named_chain": whole(
-        lambda: optax.named_chain(
-            ("adam", optax.scale_by_adam()), ("lr", optax.scale(-0.1))
-        )
-    ),
+    "optax.named_chain": whole(lambda: optax.named_chain(("adam", optax.scale_by_adam()), ("lr", optax.scale(-0.1)))),
     "optax.noisy_sgd": whole(optax.noisy_sgd, 0.1, key=SEED, refused=APART),
-    "optax.normalize_by_update_norm": scaled(
-        optax.normalize_by_update_norm, refused=APART
-    ),
+    "optax.normalize_by_update_norm": scaled(optax.normalize_by_update_norm, refused=APART),
     "optax.novograd": whole(optax.novograd, 0.1),
     "optax.optimistic_adam": whole(optax.optimistic_adam, 0.1),
     "optax.optimistic_adam_v2": whole(optax.optimistic_adam_v2, 0.1),
@@ -218,16 +193,12 @@ EXAMPLES: dict[str, Example] = {
     "optax.scale_by_adamax": scaled(optax.scale_by_adamax),
     "optax.scale_by_adan": scaled(optax.scale_by_adan),
     "optax.scale_by_amsgrad": scaled(optax.scale_by_amsgrad),
-    "optax.scale_by_backtracking_linesearch": whole(
-        optax.scale_by_backtracking_linesearch, 3, refused=MORE
-    ),
+    "optax.scale_by_backtracking_linesearch": whole(optax.scale_by_backtracking_linesearch, 3, refused=MORE),
     "optax.scale_by_belief": scaled(optax.scale_by_belief),
     "optax.scale_by_distance_over_gradients": scaled(
         optax.scale_by_distance_over_gradients, reps_rel=0.1, bfloat16=False
     ),
-    "optax.scale_by_factored_rms": scaled(
-        optax.scale_by_factored_rms, min_dim_size_to_factor=4
-    ),
+    "optax.scale_by_factored_rms": scaled(optax.scale_by_factored_rms, min_dim_size_to_factor=4),
     "optax.scale_by_lbfgs": scaled(optax.scale_by_lbfgs, refused=APART),
     "optax.scale_by_learning_rate": whole(optax.scale_by_learning_rate, 0.1),
     "optax.scale_by_lion": scaled(optax.scale_by_lion),
@@ -240,34 +211,22 @@ EXAMPLES: dict[str, Example] = {
     "optax.scale_by_rms": scaled(optax.scale_by_rms),
     "optax.scale_by_rprop": scaled(optax.scale_by_rprop, 0.1, rate=1.0),
     "optax.scale_by_rss": scaled(optax.scale_by_rss),
-    "optax.scale_by_schedule": scaled(
-        lambda: optax.scale_by_schedule(optax.linear_schedule(1.0, 0.5, 3))
-    ),
+    "optax.scale_by_schedule": scaled(lambda: optax.scale_by_schedule(optax.linear_schedule(1.0, 0.5, 3))),
     "optax.scale_by_sign": scaled(optax.scale_by_sign),
     "optax.scale_by_sm3": scaled(optax.scale_by_sm3, rate=1.0),
     "optax.scale_by_stddev": scaled(optax.scale_by_stddev),
     "optax.scale_by_trust_ratio": scaled(optax.scale_by_trust_ratio),
     "optax.scale_by_yogi": scaled(optax.scale_by_yogi),
-    "optax.scale_by_zoom_linesearch": whole(
-        optax.scale_by_zoom_linesearch, 3, refused=MORE
-    ),
-    "optax.selective_transform": around(
-        lambda adam: optax.selective_transform(adam, freeze_mask=False)
-    ),
-    "optax.set_to_zero": whole(
-        lambda: optax.partition({"first": SGD, "others": optax.set_to_zero()}, by_layer)
-    ),
+    "optax.scale_by_zoom_linesearch": whole(optax.scale_by_zoom_linesearch, 3, refused=MORE),
+    "optax.selective_transform": around(lambda adam: optax.selective_transform(adam, freeze_mask=False)),
+    "optax.set_to_zero": whole(lambda: optax.partition({"first": SGD, "others": optax.set_to_zero()}, by_layer)),
     "optax.sgd": whole(optax.sgd, 0.1, momentum=0.9, nesterov=True, complex=True),
     "optax.sign_sgd": whole(optax.sign_sgd, 0.1),
     "optax.signum": whole(optax.signum, 0.1),
     "optax.sm3": whole(optax.sm3, 1.0),
     "optax.snapshot": scaled(optax.snapshot, "norm", norms),
-    "optax.stateless": scaled(
-        lambda: optax.stateless(lambda updates, _: jax.tree.map(jnp.tanh, updates))
-    ),
-    "optax.stateless_with_tree_map": scaled(
-        lambda: optax.stateless_with_tree_map(lambda g, p: g + 0.1 * p)
-    ),
+    "optax.stateless": scaled(lambda: optax.stateless(lambda updates, _: jax.tree.map(jnp.tanh, updates))),
+    "optax.stateless_with_tree_map": scaled(lambda: optax.stateless_with_tree_map(lambda g, p: g + 0.1 * p)),
     "optax.trace": scaled(optax.trace, 0.9, complex=True),
     "optax.with_extra_args_support": around(optax.with_extra_args_support),
     "optax.yogi": whole(optax.yogi, 0.1, complex=True),
@@ -284,9 +243,7 @@ EXAMPLES: dict[str, Example] = {
     "contrib.dowg": whole(contrib.dowg, refused=APART),
     "contrib.dpsgd": whole(contrib.dpsgd, 0.1, 1.0, 0.1, SEED, refused=MORE),
     "contrib.galore": whole(contrib.galore, 0.1, rank=2, refused=MORE),
-    "contrib.hutchinson_estimator_diag_hessian": scaled(
-        contrib.hutchinson_estimator_diag_hessian, refused=MORE
-    ),
+    "contrib.hutchinson_estimator_diag_hessian": scaled(contrib.hutchinson_estimator_diag_hessian, refused=MORE),
     "contrib.madgrad": whole(contrib.madgrad, 0.1),
     "contrib.mechanize": whole(lambda: contrib.mechanize(SGD), refused=APART),
     "contrib.momo": whole(contrib.momo, refused=MORE),
@@ -303,46 +260,28 @@ EXAMPLES: dict[str, Example] = {
     "contrib.scale_by_galore": scaled(contrib.scale_by_galore, rank=2, refused=MORE),
     "contrib.scale_by_madgrad": whole(contrib.scale_by_madgrad, 0.1),
     "contrib.scale_by_muon": scaled(
-        lambda: optax.masked(
-            contrib.scale_by_muon(weight_dimension_numbers=in_and_out), matrices
-        )
+        lambda: optax.masked(contrib.scale_by_muon(weight_dimension_numbers=in_and_out), matrices)
     ),
-    "contrib.scale_by_simplified_ademamix": scaled(
-        contrib.scale_by_simplified_ademamix
-    ),
+    "contrib.scale_by_simplified_ademamix": scaled(contrib.scale_by_simplified_ademamix),
     "contrib.schedule_free": around(contrib.schedule_free, 0.1),
     "contrib.schedule_free_adamw": whole(contrib.schedule_free_adamw, 0.1),
     "contrib.schedule_free_sgd": whole(contrib.schedule_free_sgd, 0.1),
     "contrib.simplified_ademamix": whole(contrib.simplified_ademamix, 0.1),
     "contrib.sophia": whole(contrib.sophia, 0.1, refused=MORE),
-    "contrib.split_real_and_imaginary": around(
-        contrib.split_real_and_imaginary, complex=True
-    ),
+    "contrib.split_real_and_imaginary": around(contrib.split_real_and_imaginary, complex=True),
     "optax.constant_schedule": scheduled(optax.constant_schedule, 0.1),
     "optax.cosine_decay_schedule": scheduled(optax.cosine_decay_schedule, 0.1, 4),
     "optax.cosine_onecycle_schedule": scheduled(optax.cosine_onecycle_schedule, 4, 0.1),
     "optax.exponential_decay": scheduled(optax.exponential_decay, 0.1, 2, 0.5),
-    "optax.join_schedules": scheduled(
-        optax.join_schedules, [optax.constant_schedule(r) for r in (0.1, 0.2)], [1]
-    ),
+    "optax.join_schedules": scheduled(optax.join_schedules, [optax.constant_schedule(r) for r in (0.1, 0.2)], [1]),
     "optax.linear_onecycle_schedule": scheduled(optax.linear_onecycle_schedule, 4, 0.1),
     "optax.linear_schedule": scheduled(optax.linear_schedule, 0.2, 0.1, 3),
-    "optax.piecewise_constant_schedule": scheduled(
-        optax.piecewise_constant_schedule, 0.2, {1: 0.5}
-    ),
-    "optax.piecewise_interpolate_schedule": scheduled(
-        optax.piecewise_interpolate_schedule, "linear", 0.2, {2: 0.5}
-    ),
+    "optax.piecewise_constant_schedule": scheduled(optax.piecewise_constant_schedule, 0.2, {1: 0.5}),
+    "optax.piecewise_interpolate_schedule": scheduled(optax.piecewise_interpolate_schedule, "linear", 0.2, {2: 0.5}),
     "optax.polynomial_schedule": scheduled(optax.polynomial_schedule, 0.2, 0.1, 2, 3),
     "optax.sgdr_schedule": scheduled(optax.sgdr_schedule, [COSINE, COSINE]),
-    "optax.warmup_constant_schedule": scheduled(
-        optax.warmup_constant_schedule, 0.1, 0.2, 2
-    ),
-    "optax.warmup_cosine_decay_schedule": scheduled(
-        optax.warmup_cosine_decay_schedule, **COSINE
-    ),
-    "optax.warmup_exponential_decay_schedule": scheduled(
-        optax.warmup_exponential_decay_schedule, 0.1, 0.2, 1, 2, 0.5
-    ),
+    "optax.warmup_constant_schedule": scheduled(optax.warmup_constant_schedule, 0.1, 0.2, 2),
+    "optax.warmup_cosine_decay_schedule": scheduled(optax.warmup_cosine_decay_schedule, **COSINE),
+    "optax.warmup_exponential_decay_schedule": scheduled(optax.warmup_exponential_decay_schedule, 0.1, 0.2, 1, 2, 0.5),
 }
 """Of every name of `exported` but `LOSSES_AND_TOOLS`."""

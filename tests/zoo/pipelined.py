@@ -22,12 +22,14 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "complex64": 1e-5}
 ZERO = 1e-2
 """An array below this counts as rounding of 0 to the numbers around it, which are about 1.
 
-The gradient of some weights is 0: of the bias of keys in attention, and of a bias before another norm. The sums that cancel
-leave a rounding of their terms, and no part of themselves is a bound of it. `ZERO` times the tolerance is below one rounding of 1
-in every dtype. So an error that is no rounding is seen.
+The gradient of some weights is 0: of the bias of keys in attention, and of a bias before another norm. The sums that
+cancel leave a rounding of their terms, and no part of themselves is a bound of it. `ZERO` times the tolerance is below
+one rounding of 1 in every dtype. So an error that is no rounding is seen.
 """
 LEAST_MOVEMENT = 3
-"""Weights must move by more tolerances than this in three updates, so that an update less is more than the tolerance."""
+"""Weights must move by more tolerances than this in three updates, so that an update less is more than the
+tolerance.
+"""
 
 
 def no_delay(s, j):
@@ -55,9 +57,7 @@ def cases(examples, slow: Callable[[str, str], bool]) -> list:
         pytest.param(name, table, dtype, marks=[pytest.mark.slow] * slow(table, dtype))
         for name, example in examples.items()
         if example.refused is None
-        for dtype in ["float32"]
-        + ["bfloat16"] * example.bfloat16
-        + ["complex64"] * example.complex
+        for dtype in ["float32"] + ["bfloat16"] * example.bfloat16 + ["complex64"] * example.complex
         for table in TABLES
     ]
 
@@ -123,9 +123,7 @@ def model(name: str, dtype):
 def assert_close(found, expected, tolerance, what: str):
     """`tolerance` is a part of the largest magnitude of each array."""
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True
-    ):
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(widened(jnp.asarray(v))) for v in (a, b))
         where = f"{what}{jax.tree_util.keystr(path)}"
         assert np.isfinite(b).all(), f"{where} is not finite without a pipeline"
@@ -135,11 +133,7 @@ def assert_close(found, expected, tolerance, what: str):
 
 
 def in_microbatches(data):
-    return [
-        jax.tree.map(lambda a, m=m: a[m * ROWS : (m + 1) * ROWS], batch)
-        for batch in data
-        for m in range(N)
-    ]
+    return [jax.tree.map(lambda a, m=m: a[m * ROWS : (m + 1) * ROWS], batch) for batch in data for m in range(N)]
 
 
 def run(pipe, state, data, after_each_step=lambda i, state, metrics: None):
@@ -174,8 +168,8 @@ def check_layer(name: str, table: str, dtype: str):
     """Trains the layer in a pipeline and in plain Flax.
 
     Compares first weights, then what three steps leave: losses, norms of gradients, weights after every step, mutable
-    state; and outputs and losses in evaluation, before and after. In an asynchronous pipeline it compares what is left after
-    a flush.
+    state; and outputs and losses in evaluation, before and after. In an asynchronous pipeline it compares what is left
+    after a flush.
 
     Raises:
       AssertionError: if they differ.
@@ -208,12 +202,9 @@ def check_layer(name: str, table: str, dtype: str):
     )
     for i, (before, after) in enumerate(zip(params, trained.params[-1], strict=True)):
         moved = [
-            np.abs(a - b).max() / np.abs(a).max()
-            for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
+            np.abs(a - b).max() / np.abs(a).max() for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
         ]
-        assert not moved or max(moved) > LEAST_MOVEMENT * TOLERANCE[dtype], (
-            f"layer {i} stays"
-        )
+        assert not moved or max(moved) > LEAST_MOVEMENT * TOLERANCE[dtype], f"layer {i} stays"
 
     def compare_evaluation(state, params, mutable, when):
         outputs = evaluated(params, mutable, data[0]["inputs"])
@@ -268,9 +259,7 @@ def optimizer_model(dtype):
 @functools.cache
 def plain_model(dtype: str):
     layers = [plain.from_nnx(layer) for layer in optimizer_model(jnp.dtype(dtype))]
-    first = [
-        layer.init(jax.random.fold_in(KEY, i), None) for i, layer in enumerate(layers)
-    ]
+    first = [layer.init(jax.random.fold_in(KEY, i), None) for i, layer in enumerate(layers)]
     return layers, [params for params, _ in first]
 
 
@@ -288,8 +277,8 @@ def pipeline_with(optimizer, table: str, dtype: str):
 def check_optimizer(name: str, table: str, dtype: str):
     """Trains with the optimizer in a pipeline and in plain JAX.
 
-    Compares weights after three steps; in the asynchronous table after a flush. The synchronous plain optimizer sees the
-    whole model, and the asynchronous one sees a stage, whose weights have versions of their own.
+    Compares weights after three steps; in the asynchronous table after a flush. The synchronous plain optimizer sees
+    the whole model, and the asynchronous one sees a stage, whose weights have versions of their own.
 
     Raises:
       AssertionError: if they differ.
@@ -315,13 +304,9 @@ def check_optimizer(name: str, table: str, dtype: str):
         delay,
     )
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params[-1], params)
-    assert max(jax.tree.leaves(moved)) > LEAST_MOVEMENT * TOLERANCE[dtype], (
-        "the weights stay"
-    )
+    assert max(jax.tree.leaves(moved)) > LEAST_MOVEMENT * TOLERANCE[dtype], "the weights stay"
     after = []
-    state, loss = run(
-        pipe, state, data, lambda i, state, _: after.append(pipe.get_params(state))
-    )
+    state, loss = run(pipe, state, data, lambda i, state, _: after.append(pipe.get_params(state)))
     if schedule.synchronous:
         for i, found in enumerate(after):
             close(found, trained.params[i + 1], what=f"weights after step {i}: ")

@@ -1,8 +1,8 @@
 """Plain training with Flax and Optax: a loop over microbatches that keeps every version of the weights of every stage.
 
 Nothing here imports jpipe. `train` leaves what gradient accumulation in plain JAX leaves: the gradients of a minibatch
-are averaged over its microbatches, and mutable state goes from each microbatch to the next. The statistics of a batch norm move once for
-each minibatch, as if the layer had seen all its rows at once.
+are averaged over its microbatches, and mutable state goes from each microbatch to the next. The statistics of a batch
+norm move once for each minibatch, as if the layer had seen all its rows at once.
 """
 
 import dataclasses
@@ -50,9 +50,7 @@ def from_nnx(factory: Callable[..., nnx.Module], **options: Any) -> PlainLayer:
         module = nnx.merge(graph, *empty)
         module.train() if train else module.eval()
         outputs = module(inputs)
-        return outputs, nnx.to_pure_dict(
-            nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
-        )
+        return outputs, nnx.to_pure_dict(nnx.split(module, nnx.Param, nnx.RngState, ...)[3])
 
     return PlainLayer(init, call, **options)
 
@@ -66,9 +64,7 @@ def from_linen(
     """A Linen module, called with these further arguments."""
 
     def init(key, inputs):
-        variables = dict(
-            module.init({"params": key, "dropout": key}, inputs, **training)
-        )
+        variables = dict(module.init({"params": key, "dropout": key}, inputs, **training))
         return variables.pop("params", {}), variables
 
     def call(params, state, inputs, train):
@@ -76,9 +72,7 @@ def from_linen(
         if not train:
             return module.apply(variables, inputs, **evaluation), state
         rngs = {"dropout": jax.random.key(0)}
-        outputs, after = module.apply(
-            variables, inputs, rngs=rngs, mutable=list(state), **training
-        )
+        outputs, after = module.apply(variables, inputs, rngs=rngs, mutable=list(state), **training)
         return outputs, {**state, **after}
 
     return PlainLayer(init, call, **options)
@@ -130,9 +124,7 @@ def _programs(layers: tuple[PlainLayer, ...], loss: Callable[[Any, Any], jax.Arr
         after = []
         for i, (layer, p, s) in enumerate(zip(layers, params, state, strict=True)):
             if layer.is_batch_norm:
-                whole = jax.tree.map(
-                    lambda *a: jnp.concatenate(a), *[xs[i] for xs in seen]
-                )
+                whole = jax.tree.map(lambda *a: jnp.concatenate(a), *[xs[i] for xs in seen])
                 _, s = layer.call(p, s, whole, True)
             after.append(s)
         return after
@@ -153,8 +145,8 @@ def train(
 ) -> Trained:
     """Trains on microbatches, N to an update.
 
-    Microbatch k, counted from 0, runs forward and backward on stage s with the weights after `max(k // N - delay(s, k % N), 0)`
-    updates. Every stage has an optimizer of its own, which sees None for the layers of other stages.
+    Microbatch k, counted from 0, runs forward and backward on stage s with the weights after `max(k // N - delay(s, k %
+    N), 0)` updates. Every stage has an optimizer of its own, which sees None for the layers of other stages.
     """
     stages = sorted(set(stage_of_layer))
 
@@ -168,10 +160,7 @@ def train(
     losses, norms, history, sums, seen = [], [], [list(params)], None, []
     for k, batch in enumerate(microbatches):
         number, j = divmod(k, N)
-        read = [
-            versions[s][max(number - delay(s, j), 0)][i]
-            for i, s in enumerate(stage_of_layer)
-        ]
+        read = [versions[s][max(number - delay(s, j), 0)][i] for i, s in enumerate(stage_of_layer)]
         (value, (inputs, state)), grads = gradient(read, state, batch)
         losses.append(float(value))
         seen.append(inputs)

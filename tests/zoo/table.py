@@ -1,4 +1,5 @@
-"""Prints what the zoo holds: how many classes of Flax and names of Optax there are, which are equal, which are refused and why.
+"""Prints what the zoo holds: how many classes of Flax and names of Optax there are, which are equal, which are refused
+and why.
 
     python tests/zoo/table.py
 

@@ -1,8 +1,8 @@
 """The calls that all processes make together, and how process 0 sees that they are not the same.
 
-Every process counts its calls, and keeps a checksum over the names of all calls so far, and one over the batches of all steps.
-Process 0 asks for both after as many calls as the slowest process has made. A step that is left out moves all later ones, so
-it is seen at whatever call they are compared.
+Every process counts its calls, and keeps a checksum over the names of all calls so far, and one over the batches of all
+steps. Process 0 asks for both after as many calls as the slowest process has made. A step that is left out moves all
+later ones, so it is seen at whatever call they are compared.
 """
 
 import collections
@@ -49,9 +49,7 @@ class Calls:
             sum_of_batches = zlib.crc32(checksum.to_bytes(4, "little"), before)
             self._batches[share] = sum_of_batches
         number = self._last[-1].number + 1 if self._last else 1
-        self._last.append(
-            _Call(number, name, steps, self._names, share, batches=sum_of_batches)
-        )
+        self._last.append(_Call(number, name, steps, self._names, share, batches=sum_of_batches))
 
     def look(self) -> dict[str, Any]:
         """The "number" of calls, the number that was "asked" for, and "at" it the call; None if it is not kept."""
@@ -103,9 +101,7 @@ def difference(last: Mapping[int, Mapping[str, Any]]) -> str | None:
     calls = {p: _Call(*call) for p, call in given.items() if call is not None}
     odd = _odd({p: call.names for p, call in calls.items()})
     if odd:
-        listed = ", ".join(
-            f"{calls[p].name} in process {p}" for p in _one_of_each(calls, odd)
-        )
+        listed = ", ".join(f"{calls[p].name} in process {p}" for p in _one_of_each(calls, odd))
         what = _unlike(odd, calls, "made", "calls")
         return f"{what}: call {calls[odd[0]].number} is {listed}. {_RULE}"
     for share in {call.share for call in calls.values()} - {""}:
@@ -115,7 +111,8 @@ def difference(last: Mapping[int, Mapping[str, Any]]) -> str | None:
             what = _unlike(odd, alike, "gave", "batches")
             return (
                 f"{what}, in step {calls[odd[0]].steps} or before. They hold parts "
-                "of the same replicas and must give the same rows: one of them has left out a step, or reads other data."
+                "of the same replicas and must give the same rows: one of them has left out a step, or reads other "
+                "data."
             )
     return None
 

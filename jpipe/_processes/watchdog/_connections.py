@@ -125,9 +125,7 @@ _HELLO_SECONDS = 5.0
 _HELLO_BYTES = 1000
 
 
-def accept(
-    server: socket.socket, address: dict, count: int, seconds: float
-) -> dict[int, socket.socket]:
+def accept(server: socket.socket, address: dict, count: int, seconds: float) -> dict[int, socket.socket]:
     """The connections of the other processes, by number: `count` of them, or those that came in time.
 
     Anyone may connect. Who says nothing, or not the token, keeps nobody out: all are heard at the same time.

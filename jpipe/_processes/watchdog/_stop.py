@@ -42,11 +42,7 @@ class Stop:
     def reached(self, step: int) -> bool:
         """Whether to stop at a step. Waits while that is open."""
         with self._changed:
-            while (
-                self.at is None
-                and self._proposed is not None
-                and step >= self._proposed
-            ):
+            while self.at is None and self._proposed is not None and step >= self._proposed:
                 self._changed.wait(1.0)
             if self.at is not None and step >= self.at:
                 return True
@@ -63,9 +59,7 @@ class Vote:
       num_processes: how many processes have to accept.
     """
 
-    def __init__(
-        self, stop: Stop, send: Callable[[dict[str, Any]], None], num_processes: int
-    ):
+    def __init__(self, stop: Stop, send: Callable[[dict[str, Any]], None], num_processes: int):
         self._stop, self._send, self._num_processes = stop, send, num_processes
         self._replies: dict[int, bool] = {}
         self._asked: dict[int, int] = {}  # process -> the last step that it asked for
@@ -77,11 +71,7 @@ class Vote:
         if self._proposal is not None or self._stop.at is not None:
             return
         if any(line.get("wants stop") for line in last.values()):
-            self._asked = {
-                p: line["asked"]
-                for p, line in last.items()
-                if line.get("asked") is not None
-            }
+            self._asked = {p: line["asked"] for p, line in last.items() if line.get("asked") is not None}
             self._propose(1)
 
     def reply(self, process: int, value: Mapping[str, Any]) -> None:

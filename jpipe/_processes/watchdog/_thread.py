@@ -31,7 +31,9 @@ _GRACE = 1.5
 """Seconds that a process waits for its main thread to print its own exception, before it ends for another one's."""
 
 _LAST_WORDS = _GRACE + 1.0
-"""Seconds that process 0 waits for the others to read why it ends. JAX ends them at once, without a message, when it is gone."""
+"""Seconds that process 0 waits for the others to read why it ends. JAX ends them at once, without a message, when it is
+gone.
+"""
 
 _TIMER = 45.0
 """Seconds of the C timer, on top of the silence."""
@@ -79,9 +81,7 @@ class Watchdog:
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         for p, line in self._lines.items():
             self._selector.register(line.connection, selectors.EVENT_READ, p)
-        self._thread = threading.Thread(
-            target=self._guarded_run, name="jpipe watchdog", daemon=True
-        )
+        self._thread = threading.Thread(target=self._guarded_run, name="jpipe watchdog", daemon=True)
         self._hook: Callable = sys.excepthook
 
     def start(self) -> None:
@@ -116,12 +116,11 @@ class Watchdog:
             self._wake_in.send(b"!", socket.MSG_DONTWAIT)
 
     def _except(self, kind: type, error: BaseException, trace: Any) -> None:
-        """`sys.excepthook`: ends this process at once, and so the others, rather than wait for them in JAX's shutdown."""
+        """`sys.excepthook`: ends this process at once, and so the others, rather than wait for them in JAX's
+        shutdown.
+        """
         self._hook(kind, error, trace)
-        if (
-            os.getpid() != self._pid
-            or threading.current_thread() is not threading.main_thread()
-        ):
+        if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return
         if kind.__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
             # Another process may be the cause, and the watchdog about to say so.
@@ -285,10 +284,7 @@ class Watchdog:
         last = self._last
         if len(last) <= len(self._lines):
             return
-        lists = "; ".join(
-            f"process {p}: {last[p]['text']} ({last[p]['age']:.0f} s)"
-            for p in sorted(last)
-        )
+        lists = "; ".join(f"process {p}: {last[p]['text']} ({last[p]['age']:.0f} s)" for p in sorted(last))
         differ = difference(last)
         if differ is not None:
             self._tell(f"{differ} Now {lists}.", STUCK)
