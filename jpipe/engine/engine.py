@@ -17,7 +17,7 @@ vocabulary.py    an embedding and a head that all devices run together
 sums.py          the sums of gradients in the arrays of a tick
 reductions.py    how replicas bring them together
 gradients.py     what replicas exchange if gradients are compressed
-updates.py       the update of a tick; norms.py, ties.py, loss_scale.py: norms, tied weights, loss scaling
+updates.py       the update of a tick; norms.py, ties.py: norms and skipped updates, tied weights
 """
 
 import functools
