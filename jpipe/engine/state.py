@@ -188,12 +188,6 @@ def _state_held(facts: StateFacts) -> Held:
     return Held.PART if facts.shares_updates else Held.EQUAL
 
 
-def _state_on_host(facts: StateFacts) -> frozenset[str]:
-    packings = facts.packings
-    assert packings.optimizer_state is not None
-    return packings.optimizer_state.on_host.union(*(unit.on_host for unit in packings.unit_states))
-
-
 STATE_ARRAYS = (
     StateArray(
         "parameters",
@@ -229,7 +223,7 @@ STATE_ARRAYS = (
         adopted=Adopted.LEAVES,
         memory="optimizer",
         words="optimizer",
-        on_host=_state_on_host,
+        on_host=lambda facts: facts.packings.state_on_host,
     ),
     StateArray(
         "mutable_state",

@@ -61,11 +61,6 @@ class Spill:
     loads: np.ndarray
     arrives: np.ndarray
 
-    @property
-    def num_stored(self) -> int:
-        """Stashes that go to host memory in a step, on all devices."""
-        return int((self.stores >= 0).sum())
-
 
 class Stash(NamedTuple):
     """A stash of one microbatch. Ticks count on over the end of a table that repeats.

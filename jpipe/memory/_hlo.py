@@ -158,11 +158,6 @@ class Program:
         self._flatten(self._entry)
         self.allocations = self._read_assignment(_all(assignment))
 
-    @property
-    def temp_bytes(self) -> int:
-        """Bytes of the program's own allocations."""
-        return sum(a.num_bytes for a in self.allocations if a.is_temporary)
-
     def enclosing(self, position: int) -> list[Instruction]:
         """The calls in which an instruction runs, from the outside."""
         found = []

@@ -78,11 +78,6 @@ class PartedLeaf(NamedTuple):
         widths[self.dim] = (0, missing)
         return widths
 
-    def parts_of(self, whole: Any) -> list[np.ndarray]:
-        """The parts of a whole host array."""
-        padded = np.pad(np.asarray(whole), self.padding())
-        return np.split(padded, self.num_parts, axis=self.dim)
-
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyLayer:
