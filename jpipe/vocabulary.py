@@ -4,7 +4,7 @@ The embedding of a large vocabulary, and the head that computes its logits, weig
 On the first and the last stage alone they make these stages larger, and the last stage slower, than all others.
 With a rule such as `("vocab", "stage")`, or with the axis "stage" in the metadata of a parameter, all stages compute
 these layers together instead: each device keeps an equal part of the rows of the parameter, looks up its own tokens,
-  and computes its own logits.
+and computes its own logits.
 
 A layer uses the functions of this module on its matrix, and the loss uses them on the logits. Outside of a
 pipeline they get whole arrays, and compute what the usual functions compute. Inside, `lookup` and `logits` get a

@@ -69,8 +69,7 @@ class Norms(NamedTuple):
     scale: jax.Array | None
 
     def of_version(self, stage: jax.Array, version: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The norm over all stages, without loss scale, that the update of a stage sees which writes a version, and
-        whether it is skipped."""
+        """Returns (unscaled global norm, skip) for the update of `stage` that writes `version`."""
         table, places = self.table, self.places
 
         def of_places(of_stages: np.ndarray) -> jax.Array:

@@ -106,8 +106,10 @@ def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
 
 
 def _spelled(dims: Sequence) -> PartitionSpec:
-    """A spec as XLA spells it, without None at the end. With another spelling a second program would be
-    compiled for the same arrays."""
+    """A spec as XLA spells it, without None at the end.
+
+    With another spelling JAX would compile a second program for the same arrays.
+    """
     dims = list(dims)
     while dims and dims[-1] is None:
         dims.pop()

@@ -140,8 +140,7 @@ class TrainingPass(PassSpec):
         return self.target.updates_in_every_tick and small
 
     def _array_rows(self) -> dict[str, ArrayRows]:
-        """Those of `PassSpec`, and of "gradients" (also errors of compression), "optimizer_state", and each of
-        `STASHES` that the table has."""
+        """Adds "gradients" (also errors of compression), "optimizer_state" and the `STASHES` of the table to `PassSpec`."""
         stages, updates = self.stages, self.updates
         rings = {
             ring: ArrayRows.of_slots(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))

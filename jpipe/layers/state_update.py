@@ -104,8 +104,10 @@ class StateUpdate:
 
     @property
     def statistics(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Statistics of the microbatches so far: their number; per call the mean and the sum of squares around it, and
-        the number of rows if the call had a mask."""
+        """Statistics of the microbatches so far.
+
+        Their number; for each call the mean, the sum of squares around it, and with a mask the number of rows.
+        """
         if not self.calls:
             return ()
         values = [a for record in self.calls for a in record]

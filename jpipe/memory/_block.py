@@ -35,8 +35,10 @@ _GRID = 2.0**36
 
 
 def on_grid(time: float) -> float:
-    """The time, rounded to a multiple of 2**-36. Sums and differences of such times are exact, so that one block ends
-    exactly when the next one begins."""
+    """The time, rounded to a multiple of 2**-36.
+
+    Sums and differences of such times are exact, so one block ends exactly when the next one begins.
+    """
     return round(time * _GRID) / _GRID
 
 

@@ -58,7 +58,7 @@ Rule = Callable[[int, list[Operation], Progress], Operation | None]
 """`(device, ready operations, progress) -> the operation to run, or None to wait`.
 
 It depends on the progress of its device alone: it is asked again when the device is free or one more operation is
-  ready."""
+ready."""
 
 
 def list_schedule(
