@@ -101,8 +101,9 @@ class Device:
         Args:
           group: see `PassSpec.array_rows`.
           row: int32 `[]`, of an array that all stages use: the position of a stage among those of the device, or the
-            row of a version of its weights. In an array that the stage does not use, the index is that of another.
-            Arrays of units of vocabulary layers are in no table, and have the row itself.
+            row of a version of its weights. If the stage does not use the array, the index is valid but belongs to
+            another stage; mask the result with `uses`. Arrays of units of vocabulary layers are in no table, and have
+            the row itself.
         """
         tables = self.spec.array_rows[group].tables
 

@@ -181,7 +181,7 @@ def exchange_over_data(
 
 
 def exchange_over_copies(device: TrainingDevice, scalars: TickScalars, arrays: Record) -> Record:
-    """The same for all replicas of the stages that update, in a table with copies. All devices call this."""
+    """Exchanges compressed gradients between copies and along "data"; every device must call it."""
     scale = device.loss_scale(arrays)
 
     def exchange(ring: Ring, program: StageUpdate, carry: tuple, n: Any) -> tuple:

@@ -105,7 +105,7 @@ def with_share(
     leaves: Sequence[jax.Array],
     spec: tuple,
 ) -> list[jax.Array]:
-    """The leaves of a turn with the shares of one copy of the stage, from all its replicas along "data".
+    """All-gathers the shares along "data" and writes them into the leaves.
 
     Args:
       division: of the turn.

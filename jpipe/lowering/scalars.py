@@ -94,9 +94,7 @@ class ScalarTable:
         return values[0] if len(values) == 1 and rounds == started == 0 else None
 
     def only_program(self, operation: str, lane: int, ticks: range) -> int | None:
-        """The program that all devices run in a lane of an operation in all of some ticks; None if they may differ, or
-        none runs.
-        """
+        """The stage program of this lane if it is the same on every device in every tick of `ticks`, else None."""
         program = self.constant((operation, lane, "program"), ticks)
         return None if program == -1 else program
 

@@ -153,7 +153,7 @@ blocks.
 
 
 def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int | None:
-    """The size of all packed vectors that a vector is at the start of; None if they differ, or are too large.
+    """Common size of the packed vectors that begin with this vector, or None.
 
     Args:
       vector: the vector.
