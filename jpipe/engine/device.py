@@ -214,10 +214,8 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     """All ticks; `rows` are those of the device in `ScalarTable.rows`.
 
     On GPUs a tick begins with the update of the tick before, and the last update follows the loop, but for tables with
-    a head after the update. The
-    loop of a synchronous table then has no update. In other tables XLA would not begin a transfer
-    before an update at the end of the tick, because it does not know that most ticks leave the update
-    out.
+    a head after the update. The loop of a synchronous table then has no update. In other tables XLA would not begin a
+    transfer before an update at the end of the tick, because it does not know that most ticks leave the update out.
     """
     spec = device.spec
     updates = spec.lowered.updates

@@ -1,8 +1,8 @@
 """How the replicas of a stage bring their sums of gradients together in an update, and what each of them then has.
 
-    MeanReduction        the mean, or the sum over copies, of all                     all update all weights
-    SharedReduction      the same of its share, and zeros elsewhere                   each updates its share, then all
-    get all CompressedReduction  the mean of what compressors have sent                       all update all weights
+    MeanReduction        the mean, or the sum over copies, of all     all update all weights
+    SharedReduction      the same of its share, and zeros elsewhere   each updates its share, then all get all
+    CompressedReduction  the mean of what compressors have sent       all update all weights
 
 Replicas are those along "data", and the copies of a stage. Parts of vocabulary layers are updated by each replica.
 """

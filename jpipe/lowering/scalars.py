@@ -2,8 +2,8 @@
 
 Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of
 the compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the
-round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
-their scalars through the typed views `LaneScalars` and `ChannelScalars`.
+round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read their scalars through the
+typed views `LaneScalars` and `ChannelScalars`.
 
 Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
 """

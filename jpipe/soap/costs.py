@@ -39,7 +39,7 @@ class Analytic:
     Args:
       machine: whose devices compute.
       optimizer_arrays: arrays of the size of the weights that an update reads and writes beside the weights and the
-      gradients.
+        gradients.
     """
 
     def __init__(self, machine: Machine, *, optimizer_arrays: int = 2):

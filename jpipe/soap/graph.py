@@ -55,7 +55,7 @@ class Tensor:
       has_gradient: whether the backward computes its gradient.
       samples: per dim, whether it counts samples.
       kept_for: the first operator whose backward reads it, or computes again from it what it reads; None: no backward
-      does.
+        does.
     """
 
     shape: tuple[int, ...]

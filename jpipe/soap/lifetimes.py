@@ -35,7 +35,7 @@ class Lifetimes:
     Attributes:
       end: the position of the updates.
       read_by_products: numbers of the tensors that operators write and products alone read, of all forwards and
-      derivatives.
+        derivatives.
     """
 
     def __init__(self, graph: OperatorGraph):

@@ -95,7 +95,7 @@ def refusal(
       config: its degrees and devices.
       sizes: axis of the mesh -> number of devices.
       in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see
-      `reads_tiles`.
+        `reads_tiles`.
     """
     axes = loop_axes(config, sizes)
     if axes is None:

@@ -26,7 +26,7 @@ class DimMap:
       size: number of elements of the dim that is read.
       dim: the dim that it follows; None if all elements are always needed.
       stride, offset, width, divisor, dilation: see above. `stride` may be negative, `width` counts from the lowest
-      element.
+        element.
     """
 
     size: int

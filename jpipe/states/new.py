@@ -54,7 +54,7 @@ def new_state(
       key_data: data of the random key of training.
       started: microbatches of training so far.
       whole: name of an array that is taken as it is -> its arrays on one device. Without an entry it is as before
-      training.
+        training.
     """
     layout, num_devices = program.engine.layout, program.settings.mesh.size
     arrays = _pack(program, values_of)

@@ -2,8 +2,7 @@
 
 A process that waits for another one waits in compiled code, for ever, and cannot look around. So a thread in each
 process does. It keeps a TCP connection to process 0 and sends it a line up to four times a second: what the process
-does, and for how long.
-Process 0 judges, and tells all others when to end and why.
+does, and for how long. Process 0 judges, and tells all others when to end and why.
 
     what a process does       process 0 sees                            after
     ends, killed or crashed   a connection that closes                  at once
