@@ -46,8 +46,8 @@ def _check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | No
         return None
     if not isinstance(strategy, Strategy | str | os.PathLike):
         raise ValueError(
-            "`strategy` must be the path of a file of `jpipe.soap.save_strategy`, an object with `split_layers`, or None, "
-            f"got {type(strategy).__name__}."
+            "`strategy` must be the path of a file of `jpipe.soap.save_strategy`, an object with `split_layers`, or "
+            f"None, got {type(strategy).__name__}."
         )
     if mesh.shape.get(FSDP, 1) > 1:
         raise ValueError(
