@@ -239,7 +239,7 @@ class Pipeline:
         checks.check_schedule(schedule)
         checks.check_loss(loss)
         checks.check_optimizer(optimizer)
-        check_recompute(recompute)
+        check_recompute(recompute)  # `Numbers` needs it too; here it is refused before layers are read
         self.layers = as_layers(layers)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.has_aux = has_aux

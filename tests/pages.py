@@ -147,9 +147,7 @@ def changes(page: pathlib.Path) -> list[tuple[Block, str]]:
 
 def run_changed(block: Block, change: str, folder: pathlib.Path):
     """Runs a Python block in a process of its own, with a changed copy of `jpipe/` in `folder`."""
-    for name in ("jpipe", "train", "models"):
-        copied = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, ignore=copied)
+    shutil.copytree(ROOT / "jpipe", folder / "jpipe", ignore=shutil.ignore_patterns("__pycache__"))
     patch = folder / "change.patch"
     patch.write_text(change)
     subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, timeout=60)

@@ -1,6 +1,7 @@
 """Who may import whom: no import upwards, no cycle, no import that works by luck of order."""
 
 import ast
+import functools
 import importlib
 import pathlib
 import subprocess
@@ -42,6 +43,7 @@ LEVEL_OF = {name: i for i, level in enumerate(LEVELS) for name in level}
 WITHOUT_JAX = ("schedule", "schedules", "simulate", "draw", "solvers")
 
 
+@functools.cache
 def modules(package: str) -> dict[str, pathlib.Path]:
     """Every module of a package, by its name without that of the package."""
     folder = ROOT / package
@@ -55,7 +57,7 @@ MODULES = modules("jpipe")
 
 def imports(name: str, package: str = "jpipe") -> set[str]:
     """The modules of its package that a module imports, anywhere in its text, for type checkers too."""
-    names = modules(package) if package != "jpipe" else MODULES
+    names = modules(package)
     tree = ast.parse(names[name].read_text())
     imported: set[str] = set()
 

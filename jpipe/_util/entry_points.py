@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable
 
 ENTRY_POINTS = {
-    "strategy of a file": "jpipe.soap.layers:stored_strategy",
+    "strategy of a file": "jpipe.soap.layers:StoredStrategy",
     "memory timeline": "jpipe.memory._pipeline:pipeline_timeline",
     "profile": "jpipe.plan.pipelines:profile_pipeline",
     "boundaries by flops": "jpipe.costs:boundaries_by_flops",

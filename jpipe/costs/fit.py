@@ -70,11 +70,8 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     options = list(_stash_options(plain))
     settings = plain.settings
     compressors = settings.communication.compressors
-    stays = {
-        "weights": exclusions.weights_stay(settings.hooks),
-        "gradients": exclusions.gradients_stay(settings.schedule, compressors),
-    }
-    movable = [name for name, why in stays.items() if not why]
+    stay = exclusions.stay_on_devices(settings.hooks, settings.schedule, compressors)
+    movable = [name for name, why in stay.items() if not why]
 
     def offload(state: float, slots: int | None, chunk: int, others: float) -> Offload:
         """`others` is the part of weights and of gradients, as far as they can move."""

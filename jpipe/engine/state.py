@@ -30,6 +30,7 @@ from jpipe.engine.state_arrays import (
     Lives,
     StateArray,
     StateFacts,
+    apart_on_replicas,
     buffer,
 )
 from jpipe.layers.avals import is_inexact
@@ -248,7 +249,7 @@ STATE_ARRAYS = (
         "gradient_compression",
         "compression",
         lambda facts: dict(facts.gradient_compression),
-        held=lambda facts: Held.PART,
+        held=apart_on_replicas,
         adopted=Adopted.ALIKE,
         memory="compression",
         words="compression of gradients",
@@ -258,7 +259,7 @@ STATE_ARRAYS = (
         "message_compression",
         "compression",
         lambda facts: dict(facts.message_compression),
-        held=lambda facts: Held.PART,
+        held=apart_on_replicas,
         adopted=Adopted.ALIKE,
         words="compression of messages",
         first=lambda engine: engine.first_message_compression(),

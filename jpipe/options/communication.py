@@ -10,13 +10,14 @@ from jpipe._util.foreign import shown
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.mesh import DATA
 from jpipe.options import exclusions
+from jpipe.options.record import Options
 from jpipe.schedule import Schedule
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.shares import Replicas
 
 
 @dataclasses.dataclass(frozen=True)
-class Communication:
+class Communication(Options):
     """What devices send, and how. `Pipeline` has the meaning of the options.
 
     Attributes:
@@ -86,8 +87,8 @@ class Communication:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What states of two pipelines must have in common: all options."""
-        return {**vars(self), "compress_messages": tuple(self.compress_messages)}
+        """See `Options`."""
+        return super().parts | {"compress_messages": tuple(self.compress_messages)}
 
 
 def _check_replicas(argument: str, mesh: Mesh, schedule: Schedule) -> None:

@@ -44,21 +44,28 @@ def chosen_and_given(*names: str) -> str:
     return f"`device_memory` chooses what goes to host memory, and {given} it"
 
 
-def weights_stay(hooks: Mapping[str, Any]) -> str:
-    """Why weights cannot be in host memory."""
+def stay_on_devices(hooks: Mapping[str, Any], schedule: Schedule, compressors: Mapping[str, Any]) -> dict[str, str]:
+    """Why weights, and gradients, cannot be in host memory.
+
+    Args:
+      hooks: "forward" and "backward" with the functions that compute the weights which these passes read.
+      schedule: the table.
+      compressors: argument -> the compressor that is given for it.
+
+    Returns:
+      Field of `Offload` -> the reason; empty: it can be there.
+    """
+    return {"weights": _weights_stay(hooks), "gradients": _gradients_stay(schedule, compressors)}
+
+
+def _weights_stay(hooks: Mapping[str, Any]) -> str:
     if not hooks:
         return ""
     names = " and ".join(f"`{name}_params`" for name in hooks)
     return f"passes read the weights themselves, and {names} computes others for them"
 
 
-def gradients_stay(schedule: Schedule, compressors: Mapping[str, Any]) -> str:
-    """Why gradients cannot be in host memory.
-
-    Args:
-      schedule: the table.
-      compressors: argument -> the compressor that is given for it.
-    """
+def _gradients_stay(schedule: Schedule, compressors: Mapping[str, Any]) -> str:
     if schedule.has_copies:
         return "a stage is on one device, and this schedule has copies of stages, which add up their gradients"
     for name in ("compress_gradients", "accumulate_gradients"):

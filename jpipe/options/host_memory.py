@@ -63,11 +63,8 @@ def check_offload(
             "stage "
             "keeps only its inputs. Leave one of them out."
         )
-    stays = {
-        "weights": exclusions.weights_stay(hooks),
-        "gradients": exclusions.gradients_stay(schedule, communication.compressors),
-    }
-    for name, why in stays.items():
+    stay = exclusions.stay_on_devices(hooks, schedule, communication.compressors)
+    for name, why in stay.items():
         if getattr(offload, name) and why:
             raise ValueError(
                 f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the "

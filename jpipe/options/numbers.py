@@ -13,11 +13,12 @@ from jpipe._util.suggest import did_you_mean
 from jpipe.compress import StreamingPCA
 from jpipe.gradients.sums import GradientSums
 from jpipe.options.loss_scale import LossScale
+from jpipe.options.record import Options
 from jpipe.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Numbers(Options):
     """What layers compute in, what their gradients are scaled by, and what a forward keeps. `Pipeline` has the meaning.
 
     Attributes:
@@ -77,8 +78,8 @@ class Numbers:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What states of two pipelines must have in common: all options."""
-        return {**vars(self), "recompute": self.recompute_name}
+        """See `Options`. A policy is compared by its name."""
+        return super().parts | {"recompute": self.recompute_name}
 
 
 _EXAMPLES = {"compute_dtype": "bfloat16", "accumulate_dtype": "float32"}

@@ -69,4 +69,4 @@ def _check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | No
         )
     if isinstance(strategy, Strategy):
         return strategy
-    return load("strategy of a file")(strategy)
+    return load("strategy of a file")(os.fspath(strategy))

@@ -130,7 +130,7 @@ class Prediction:
         return result, call
 
     def _run_predict(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array) -> tuple:
-        """The outputs, and a small array for `_call`."""
+        """The outputs, and a small array for `call_bounded`."""
         engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
         schedule, stages = self.settings.schedule, engine.stages
         buffers = jax.tree.map(

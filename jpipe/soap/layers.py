@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +122,7 @@ def layers_graph(
 
 @dataclasses.dataclass(frozen=True)
 class StoredStrategy:
-    """A strategy in a file of `jpipe.soap.save_strategy`, as `Pipeline(strategy=)` takes it.
+    """A strategy in a file of `jpipe.soap.save_strategy`, which is read when the layers are traced.
 
     Attributes:
       path: of the file.
@@ -160,8 +159,3 @@ class StoredStrategy:
             raise ValueError(
                 f"the strategy `{self.path}` cannot run on {num_devices} devices of the stages: {error}"
             ) from None
-
-
-def stored_strategy(path: str | os.PathLike[str]) -> StoredStrategy:
-    """The strategy in a file, which is read when the layers are traced."""
-    return StoredStrategy(os.fspath(path))
