@@ -4,8 +4,8 @@
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
     python train/plan.py --config configs/quickstart.py --devices 4 --microbatches 8 --tensor --save configs/planned.py
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
-    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths
-    1e10,1.25e9 python train/plan.py --graph bert.json --format placement --solver ideals --json
+    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
+    python train/plan.py --graph bert.json --format placement --solver ideals --json
     python -m jpipe.launch -n 2 --devices 4 train/plan.py --config configs/quickstart.py --devices 4
 
 With `--config`, the program measures every kind of layer and predicts the time and memory of
