@@ -6,8 +6,8 @@ A refactoring must not change any program. So the fingerprints before it and aft
     python benchmarks/program_text.py > after.txt         # on the new one
     diff before.txt after.txt
 
-Each line has the platform, the row (a model and a schedule, or a feature), the program (step, flush or
-evaluation), the number of operations, a hash of the text, and a hash of the operations. `--guard` lowers to the form
+Each line has the platform, the row (a model and a schedule, or a feature), the program (step, flush, predict or
+evaluate), the number of operations, a hash of the text, and a hash of the operations. `--guard` lowers to the form
 for another platform. The second hash ignores the order of operations and of loop state, so it stays the
 same when an array of the state is renamed.
 """
@@ -310,6 +310,7 @@ def lowered(pipe: jpipe.Pipeline, batch: dict) -> dict[str, str]:
     texts = {"step": program.lower().as_text()}
     if program.engine.lowered.drain_rounds:
         texts["flush"] = program._flush.lower(arrays, rows).as_text()
+    texts["predict"] = program.prediction.compiled_predict.lower(arrays, inputs, forward_rows).as_text()
     evaluation = arrays, batch["inputs"], batch, None, forward_rows
     texts["evaluate"] = program.prediction.compiled_evaluate.lower(*evaluation).as_text()
     return texts

@@ -150,15 +150,11 @@ class PipelineConfig:
             "boundaries": self.boundaries or self.balance,
             "recompute": recompute,
             "compute_dtype": self.compute_dtype,
-            "accumulate_dtype": self.sum_dtype(),
+            "accumulate_dtype": None if self.accumulate_dtype == "none" else self.accumulate_dtype,
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
             "compress_messages": self.message_compressors(),
             "accumulate_gradients": _compressor("accumulate_gradients", self.accumulate_gradients),
         }
-
-    def sum_dtype(self) -> str | None:
-        """`accumulate_dtype` of `jpipe.Pipeline`."""
-        return None if self.accumulate_dtype == "none" else self.accumulate_dtype
 
     def message_compressors(self) -> Any:
         """`compress_messages` of `jpipe.Pipeline`.

@@ -23,7 +23,7 @@ searched for each size of groups and microbatches. `--save configs/planned.py` t
 With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
 bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
 wrong or no plan fits.
-"""
+"""  # noqa: E501
 
 import argparse
 import dataclasses
@@ -332,7 +332,6 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         shard_optimizer=(False, True),
         compress_messages=config.pipeline.message_compressors(),
         compress_gradients=config.mesh.gradient_compressor(),
-        accumulate_dtype=config.pipeline.sum_dtype(),
         host_bandwidth=args.host_bandwidth,
     )
     best = ranking[0]

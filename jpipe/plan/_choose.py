@@ -99,7 +99,6 @@ def choose(
     shard_optimizer: bool | Sequence[bool] = False,
     compress_messages: Any = None,
     compress_gradients: Compressor | None = None,
-    accumulate_dtype: Any = None,
     host_bandwidth: float | None = None,
 ) -> Ranking:
     """Prices every plan that the profiles allow and ranks them.
@@ -124,7 +123,6 @@ def choose(
       shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
       compress_messages: as of `predict`.
       compress_gradients: as of `predict`. Updates are then not shared.
-      accumulate_dtype: as of `predict`.
       host_bandwidth: bytes per second between a device and its host. Plans that do not fit are then also priced with
         as much in host memory as they need, so that the fewest bytes move. None: nothing is in host memory.
 
@@ -163,7 +161,6 @@ def choose(
             machine=machine,
             compress_messages=compress_messages,
             compress_gradients=compress_gradients,
-            accumulate_dtype=accumulate_dtype,
             host_bandwidth=host_bandwidth or math.inf,
         ),
     )

@@ -15,13 +15,11 @@ from jpipe.costs import Memory
 from jpipe.engine.layout import StateLayout, layout_of
 from jpipe.engine.shapes import StatePackings, packed_shapes
 from jpipe.engine.state_arrays import BUFFERS, StateFacts
-from jpipe.gradients.sums import AS_PARAMETERS, GradientSums
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.options.communication import message_compression
-from jpipe.options.numbers import floating_dtype
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -70,7 +68,6 @@ def predict(
     compress_gradients: Compressor | None = None,
     offload: Offload = NO_OFFLOAD,
     host_bandwidth: float = math.inf,
-    accumulate_dtype: Any = None,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -96,7 +93,6 @@ def predict(
       offload: as of `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
         taken to be hidden.
       host_bandwidth: bytes per second between a device and its host, each way at its time.
-      accumulate_dtype: as of `Pipeline`.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -121,7 +117,6 @@ def predict(
         shard_optimizer=shard_optimizer,
         compress_messages=message_compression(compress_messages),
         compress_gradients=compress_gradients,
-        sums=GradientSums(dtype=floating_dtype("accumulate_dtype", accumulate_dtype)),
     )
     costs = stage_costs(schedule, profile, starts, machine, **options)
     timing = simulate(schedule, costs)
@@ -145,7 +140,6 @@ def stage_costs(
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
-    sums: GradientSums = AS_PARAMETERS,
 ) -> Costs:
     """The costs of each stage in the form of `jpipe.simulate`.
 
@@ -154,7 +148,6 @@ def stage_costs(
       profile, machine, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
-      sums: what gradients are summed in.
     """
     split = schedule.splits_backward
 
@@ -181,7 +174,7 @@ def stage_costs(
     update = total("update")
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         held = profile.layers[start:stop]
-        gradients = sum(_sum_bytes(layer, sums) for layer in held)
+        gradients = sum(layer.gradient_bytes for layer in held)
         ring = [copies[s][0] + r * D for r in range(num_replicas)]
         if shard_optimizer:
             update[s] /= len(copies[s]) * num_replicas
@@ -190,7 +183,7 @@ def stage_costs(
             gradients = (gradients + weights) // 2
         replicas = [d + r * D for d in copies[s] for r in range(num_replicas)]
         if compress_gradients is not None and len(replicas) > 1:
-            num_bytes = _exchanged_bytes(held, compress_gradients, len(replicas), sums)
+            num_bytes = _exchanged_bytes(held, compress_gradients, len(replicas))
             update[s] += machine.reduce_seconds(num_bytes, replicas)
             continue
         update[s] += machine.reduce_seconds(gradients, ring)
@@ -210,25 +203,13 @@ def stage_costs(
     )
 
 
-def _sum_leaves(layer: LayerProfile, sums: GradientSums) -> list[Leaf]:
-    """What the gradients of a layer are summed in."""
-    return [sums.plain(Leaf(aval)).leaf for aval in layer.avals("parameters")]
-
-
-def _sum_bytes(layer: LayerProfile, sums: GradientSums) -> int:
-    return num_bytes([leaf.aval for leaf in _sum_leaves(layer, sums)])
-
-
 def _exchanged_bytes(
     layers: Sequence[LayerProfile],
     compressor: Compressor,
     num_replicas: int,
-    sums: GradientSums,
 ) -> int:
     """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers do."""
-    received = sum(
-        compressor.exchanged_bytes(leaf.aval, num_replicas) for layer in layers for leaf in _sum_leaves(layer, sums)
-    )
+    received = sum(compressor.exchanged_bytes(a, num_replicas) for layer in layers for a in layer.gradients)
     return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
 
 
@@ -265,7 +246,6 @@ def predict_memory(
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
     offload: Offload = NO_OFFLOAD,
-    sums: GradientSums = AS_PARAMETERS,
 ) -> tuple[Memory, float]:
     """Bytes per device, by use, and those that a device sends to host memory and fetches in a step.
 
@@ -273,7 +253,6 @@ def predict_memory(
       schedule, profile, num_replicas, shard_optimizer, compress_gradients, offload: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
-      sums: what gradients are summed in.
 
     Raises:
       ValueError: if the table needs more slots of stashes than `offload` leaves.
@@ -287,7 +266,6 @@ def predict_memory(
         compress_messages=compress_messages,
         compressor=compress_gradients if exchanges else None,
         stash_slots=offload.activations,
-        sums=sums,
     )
     sizes = layout.bytes_by_field(_UNPADDED)
     copies = 1 + len(layout["read_parameters"].shapes)
@@ -317,7 +295,7 @@ def predict_memory(
     held = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
     versions = lowered.rows.num_versions.tolist()
     used = sum(
-        number * _held_bytes(layers[starts[s] : starts[s + 1]], copies * V, sums)
+        number * _held_bytes(layers[starts[s] : starts[s + 1]], copies * V)
         for s, (number, V) in enumerate(zip(schedule.replicas, versions, strict=True))
     )
     used -= int(np.dot(schedule.replicas, state - state / num_shares))
@@ -333,11 +311,9 @@ def predict_memory(
     return memory, moved
 
 
-def _held_bytes(layers: Sequence[LayerProfile], num_weights: int, sums: GradientSums) -> int:
+def _held_bytes(layers: Sequence[LayerProfile], num_weights: int) -> int:
     """Bytes of the layers of a stage, with all versions of its weights, also those that hooks give."""
-    return sum(
-        layer.weight_bytes + (num_weights - 2) * layer.parameter_bytes + _sum_bytes(layer, sums) for layer in layers
-    )
+    return sum(layer.weight_bytes + (num_weights - 1) * layer.parameter_bytes for layer in layers)
 
 
 def _state_layout(
@@ -348,7 +324,6 @@ def _state_layout(
     compress_messages: MessageCompression,
     compressor: Compressor | None,
     stash_slots: int | None,
-    sums: GradientSums,
 ) -> tuple[Lowered, StateLayout, int]:
     """The lowered table, the arrays of its state on a device, as in the engine, and bytes of one version of its
     weights.
@@ -360,7 +335,6 @@ def _state_layout(
       compress_messages: compressors of messages.
       compressor: of gradients; None: they are sent as they are.
       stash_slots: the most microbatches of which a device keeps a stash; None: all.
-      sums: what gradients are summed in.
     """
     layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
@@ -371,8 +345,6 @@ def _state_layout(
         loss = profile.loss.avals(name) if name == "input_stash" else ()
 
         def leaves(kind: Any) -> list[Leaf]:
-            if name == "gradients":
-                return _sum_leaves(layer_of_kind[kind], sums)
             found = [*map(Leaf, layer_of_kind[kind].avals(name))]
             if name == "statistics":
                 return [of_copies(leaf, schedule.copies) for leaf in found]
@@ -461,5 +433,5 @@ def _temporary_bytes(layer: LayerProfile) -> int:
     An update reads weights, gradients and optimizer state. It makes the changes of the weights, the
     new weights and the new optimizer state.
     """
-    update = 2 * (2 * layer.parameter_bytes + layer.optimizer_bytes)
+    update = 2 * (layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes)
     return max(layer.temporary_bytes, update)

@@ -22,7 +22,7 @@ from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
 from jpipe.stages.extra_args import rereads_weights
 
-_FORMAT = "jpipe profile 4"
+_FORMAT = "jpipe profile 5"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +52,7 @@ class LayerProfile:
         weights.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
       parameters: the weights.
+      gradients: what their gradients are summed in over microbatches.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
       state: the mutable state.
       statistics: what is kept of a minibatch until the state moves.
@@ -76,6 +77,7 @@ class LayerProfile:
     full_weight_stash: tuple[jax.ShapeDtypeStruct, ...]
     split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
+    gradients: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
     statistics: tuple[jax.ShapeDtypeStruct, ...]
@@ -118,6 +120,11 @@ class LayerProfile:
         return num_bytes(self.parameters)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the sums of gradients."""
+        return num_bytes(self.gradients)
+
+    @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer state."""
         return num_bytes(self.optimizer_state)
@@ -133,7 +140,7 @@ class LayerProfile:
 
         Weights, gradients, optimizer state and mutable state.
         """
-        return 2 * self.parameter_bytes + self.optimizer_bytes + num_bytes(self.state)
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + num_bytes(self.state)
 
 
 def programs_of(operation: str, recompute: str = "none") -> tuple[str, ...]:

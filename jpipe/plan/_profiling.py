@@ -13,9 +13,11 @@ import optax
 
 from jpipe._util.foreign import shown
 from jpipe._util.warn import warn
+from jpipe.gradients.sums import AS_PARAMETERS, GradientSums
 from jpipe.layers.avals import abstract, num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import TrainingTrace
+from jpipe.packing import Leaf
 from jpipe.plan._loops import PROGRAMS, Measured, ProgressBar, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
@@ -33,6 +35,7 @@ def profile(
     compute_dtype: Any = None,
     reads: Sequence[str] = (),
     ties: Sequence[Sequence[int]] = (),
+    sums: GradientSums = AS_PARAMETERS,
     programs: Sequence[str] = PROGRAMS,
     min_seconds: float = 0.5,
     devices: Sequence[jax.Device] | None = None,
@@ -61,6 +64,7 @@ def profile(
       compute_dtype: for the record: as of `traced`.
       reads: for the record: as of `Profile`.
       ties: for the record: as of `Profile`.
+      sums: what gradients are summed in, whose bytes are counted.
       programs: the programs of `PROGRAMS` to measure. The seconds of the others are None. Bytes
         are always counted.
       min_seconds: seconds per program, at least.
@@ -105,7 +109,9 @@ def profile(
         kept = Profile.load(cache)
         why = _unfit(kept, made_with, programs)
         if not why:
-            return dataclasses.replace(kept, recompute=recompute)
+            # Nothing that was measured depends on the sums.
+            layers = tuple(dataclasses.replace(a, gradients=_gradients(a.parameters, sums)) for a in kept.layers)
+            return dataclasses.replace(kept, recompute=recompute, layers=layers)
         warn(f"{os.fspath(cache)}: {why}. Profiling again.")
     with jax.default_device(devices[0]), ProgressBar.of(programs) as progress:
         given = programs, min_seconds, devices, progress
@@ -119,6 +125,7 @@ def profile(
             name=layer.name,
             kind=k,
             parameters=traced.layer_kinds[k].parameters,
+            gradients=_gradients(traced.layer_kinds[k].parameters, sums),
             optimizer_state=abstract(tuple(updates[u].state)),
             state=abstract(tuple(traced.mutable[k].leaves)),
             statistics=abstract(tuple(traced.mutable[k].statistics)),
@@ -129,7 +136,7 @@ def profile(
     )
     if "update" in programs:
         loss_seconds["update"] = Measured()
-    empty: dict[str, tuple] = dict.fromkeys(("parameters", "optimizer_state", "state", "statistics"), ())
+    empty: dict[str, tuple] = dict.fromkeys(("parameters", "gradients", "optimizer_state", "state", "statistics"), ())
     empty |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
     loss = _record(traced.loss, loss_seconds, [()], name="loss", kind=number, **empty)
@@ -145,6 +152,10 @@ def _reads_stale(traced: TrainingTrace, optimizer: optax.GradientTransformation)
     tree = [layer.parameters for layer in traced.layers]
     norm_dtype = real_dtype(tree)
     return flat_update(optimizer, tree, norm_dtype, "the model").reads_stale
+
+
+def _gradients(parameters: Iterable[jax.ShapeDtypeStruct], sums: GradientSums) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(sums.plain(Leaf(aval)).leaf.aval for aval in parameters)
 
 
 def _record(

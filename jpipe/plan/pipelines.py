@@ -128,5 +128,6 @@ def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
         compute_dtype=settings.numbers.compute_dtype,
         reads=list(settings.hooks),
         ties=[[layer for layer, _ in copies] for copies in resolve_ties(traced.layers, settings.ties)],
+        sums=settings.numbers.gradient_sums(None),
         devices=local[:1],
     )

@@ -220,7 +220,7 @@ def test_stages_with_fewer_bytes_where_the_fastest_cut_does_not_fit():
     slow, one, two, *heavy, last = PROFILE.layers
     slow = dataclasses.replace(slow, forward_and_stash=jpipe.plan.Seconds(100.0))
     large = tuple(jax.ShapeDtypeStruct((100, *a.shape), a.dtype) for a in heavy[0].parameters)
-    heavy = [dataclasses.replace(h, kind=99, parameters=large) for h in heavy]
+    heavy = [dataclasses.replace(h, kind=99, parameters=large, gradients=large) for h in heavy]
     profile = dataclasses.replace(PROFILE, layers=(slow, one, two, *heavy, last))
     free = of(chosen(profile, Machine(2)), schedule="gpipe", num_stages=2)[0]
     assert free.boundaries == (1,)
@@ -263,7 +263,7 @@ def test_wrong_input():
 def with_weights(layer, count):
     """A layer of as many weights in one array."""
     weights = jax.ShapeDtypeStruct((int(count),), np.float32)
-    return dataclasses.replace(layer, parameters=(weights,))
+    return dataclasses.replace(layer, parameters=(weights,), gradients=(weights,))
 
 
 @pytest.mark.exhaustive

@@ -488,7 +488,7 @@ def test_a_plan_with_copies_is_saved_as_a_configuration(tmp_path):
     """VGG-16's case: weights in the last layer, work before it, and a slow link."""
     light = timed(profile_of("mlp"), **dict.fromkeys(PROGRAMS, 1.0))
     weights = jax.ShapeDtypeStruct((2 * 10**8,), np.float32)
-    last = dataclasses.replace(light.layers[-1], parameters=(weights,))
+    last = dataclasses.replace(light.layers[-1], parameters=(weights,), gradients=(weights,))
     profile = dataclasses.replace(light, layers=(*light.layers[:-1], last))
     machine = jpipe.plan.Machine(4, bandwidth=(1e8, 1e8))
     best = jpipe.plan.choose(profile, machine, 24, schedule_names=["gpipe"])[0]
