@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 
 from jpipe import launch
 from jpipe._processes import watchdog as _watchdog
-from jpipe._processes.sharing import Rows, check_agreement, from_first
+from jpipe._processes.sharing import BatchRows, check_agreement, from_first
 from jpipe._util.warn import warn
 
 __all__ = [
@@ -263,7 +263,7 @@ def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
       >>> process_rows(jpipe.make_mesh(stage=2, data=2), num_rows=4)
       array([0, 1, 2, 3])
     """
-    return Rows.of(mesh).given(num_rows)
+    return BatchRows.of(mesh).given(num_rows)
 
 
 def check_same(facts: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import jpipe
 from jpipe._processes import sharing as processes
-from jpipe._processes.sharing import Rows
+from jpipe._processes.sharing import BatchRows
 
 
 @dataclasses.dataclass
@@ -42,8 +42,8 @@ def test_in_one_process_nothing_is_shared():
 
 
 def test_a_process_gives_the_rows_of_its_replicas(two_processes):
-    rows = Rows.of(Mesh([[0, 0], [1, 1]]))
-    assert rows == Rows(2, [[0], [1]], 1)
+    rows = BatchRows.of(Mesh([[0, 0], [1, 1]]))
+    assert rows == BatchRows(2, [[0], [1]], 1)
     assert (rows.apart, rows.whole(4)) == (True, 8)
     np.testing.assert_array_equal(rows.given(8), [4, 5, 6, 7])
     np.testing.assert_array_equal(rows.given(3), [2])
@@ -51,13 +51,13 @@ def test_a_process_gives_the_rows_of_its_replicas(two_processes):
 
 
 def test_processes_that_hold_all_replicas_give_all_rows(two_processes):
-    rows = Rows.of(Mesh([[0, 1], [0, 1]]))
+    rows = BatchRows.of(Mesh([[0, 1], [0, 1]]))
     assert (rows.apart, rows.whole(4)) == (False, 4)
     np.testing.assert_array_equal(rows.given(3), [0, 1, 2])
 
 
 def test_the_replicas_of_a_process_need_not_be_neighbours(two_processes):
-    rows = Rows.of(Mesh([[0], [1], [0], [1]]))
+    rows = BatchRows.of(Mesh([[0], [1], [0], [1]]))
     np.testing.assert_array_equal(rows.given(8), [2, 3, 6, 7])
     positions = rows.positions([4, 4], padded=4)
     np.testing.assert_array_equal(positions, np.arange(8))
@@ -67,8 +67,8 @@ def test_the_replicas_of_a_process_need_not_be_neighbours(two_processes):
 @pytest.mark.parametrize("held", [[[0], [1]], [[0, 1], [2, 3]], [[0, 1]] * 2, [[0], [0], [1], [1]]])
 def test_padded_shares_lie_in_the_order_of_the_batch(held, num_rows):
     num_replicas = max(map(max, held)) + 1
-    shares = [Rows(num_replicas, held, p).given(num_rows) for p in range(len(held))]
-    rows, multiple = Rows(num_replicas, held, 0), 3 * len(held[0])
+    shares = [BatchRows(num_replicas, held, p).given(num_rows) for p in range(len(held))]
+    rows, multiple = BatchRows(num_replicas, held, 0), 3 * len(held[0])
     padded = -(-max(map(len, shares)) // multiple) * multiple
     batch = np.full(padded // len(held[0]) * num_replicas, -1)
     for replicas, share in zip(held, shares):

@@ -90,7 +90,7 @@ def is_global(a: Any) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """How the rows of a batch are shared among processes.
 
     Attributes:
@@ -104,7 +104,7 @@ class Rows(NamedTuple):
     process: int
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "Rows":
+    def of(cls, mesh: Mesh) -> "BatchRows":
         """The share of each process in a mesh."""
         processes = processes_of(mesh)
         held = [replicas_of(mesh, process) for process in processes]
@@ -129,7 +129,7 @@ class Rows(NamedTuple):
         """The rows that this process gives of a batch that lies in one piece.
 
         Example:
-          >>> Rows(2, [[0], [1]], process=1).given(5)
+          >>> BatchRows(2, [[0], [1]], process=1).given(5)
           array([3, 4])
         """
         blocks = np.array_split(np.arange(num_rows), self.num_replicas)
@@ -146,7 +146,7 @@ class Rows(NamedTuple):
           int32, the rows that are not padding, in the order of the replicas.
 
         Example:
-          >>> Rows(2, [[0], [1]], 0).positions([3, 2], padded=4)
+          >>> BatchRows(2, [[0], [1]], 0).positions([3, 2], padded=4)
           array([0, 1, 2, 4, 5], dtype=int32)
         """
         share = padded // self.num_held
@@ -159,7 +159,7 @@ class Rows(NamedTuple):
         return np.concatenate(kept)
 
 
-def assemble(rows: Rows, a: Any, sharding: NamedSharding) -> jax.Array:
+def assemble(rows: BatchRows, a: Any, sharding: NamedSharding) -> jax.Array:
     """The global array whose rows the processes give; one that is global already, placed.
 
     Nothing is sent: each process copies its rows to its own devices.

@@ -115,7 +115,7 @@ class _Messages(NamedTuple):
         return _Messages(self.inbox, *(values[which] for values in self[1:]))
 
 
-class _Draft:
+class _OpenChannel:
     """A channel while messages are assigned to it.
 
     Args:
@@ -148,7 +148,7 @@ class _Draft:
         self._target_of[source], self._source_of[target] = target, source
         return True
 
-    def channel(self, schedule: Schedule, num_in_column: np.ndarray) -> Channel:
+    def closed(self, schedule: Schedule, num_in_column: np.ndarray) -> Channel:
         """The finished channel."""
         T, D = schedule.num_ticks, schedule.num_devices
         sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
@@ -196,29 +196,29 @@ def assign_channels(
       The channels, in the order of the first message of each.
     """
     shape = schedule.num_ticks, schedule.num_devices
-    drafts: list[_Draft] = []
+    open_channels: list[_OpenChannel] = []
     for route in routes:
         shared = (route.payload, route.operation if overlap else None)
         messages = _messages(schedule, position, num_in_column, operations, route, outgoing)
-        candidates: dict[bool, list[_Draft]] = {
-            local: [d for d in drafts if (d.local, d.shared) == (local, shared)] for local in (False, True)
+        candidates: dict[bool, list[_OpenChannel]] = {
+            local: [d for d in open_channels if (d.local, d.shared) == (local, shared)] for local in (False, True)
         }
-        of_draft: dict[_Draft, list[int]] = {}
+        messages_of: dict[_OpenChannel, list[int]] = {}
         cells = zip(*(a.tolist() for a in messages[1:4]))
         for i, (tick, source, target) in enumerate(cells):
             local = source == target
-            for draft in candidates[local]:
-                if draft.takes(tick, source, target):
+            for channel in candidates[local]:
+                if channel.takes(tick, source, target):
                     break
             else:
-                draft = _Draft(local, shared, shape)
-                draft.takes(tick, source, target)
-                drafts.append(draft)
-                candidates[local].append(draft)
-            of_draft.setdefault(draft, []).append(i)
-        for draft, numbers in of_draft.items():
-            draft.messages.append(messages.only(np.array(numbers)))
-    return tuple(draft.channel(schedule, num_in_column) for draft in drafts)
+                channel = _OpenChannel(local, shared, shape)
+                channel.takes(tick, source, target)
+                open_channels.append(channel)
+                candidates[local].append(channel)
+            messages_of.setdefault(channel, []).append(i)
+        for channel, numbers in messages_of.items():
+            channel.messages.append(messages.only(np.array(numbers)))
+    return tuple(channel.closed(schedule, num_in_column) for channel in open_channels)
 
 
 def _messages(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jpipe.memory._block import Access, Block
-from jpipe.memory._hlo import Allocation, Program, Value, program_of, short
+from jpipe.memory._hlo import Allocation, HloProgram, HloValue, program_of, short
 from jpipe.memory._timeline import Timeline, idle_blocks
 
 
@@ -60,7 +60,7 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
     return Timeline(tuple(blocks), period, "instructions", name)
 
 
-def _argument(allocation: Allocation, program: Program) -> Block:
+def _argument(allocation: Allocation, program: HloProgram) -> Block:
     """An argument lives all the time; a donated one holds a result in the end."""
     entry = [
         one
@@ -95,7 +95,7 @@ def _of_result(allocation: Allocation, number: int, period: float) -> list[Block
     return [*listed, *free]
 
 
-def _block(value: Value, use: str) -> Block:
+def _block(value: HloValue, use: str) -> Block:
     one = value.instruction
     name = f"{short(one.op_name)} ({one.name})"
     if one.source:

@@ -96,7 +96,7 @@ class Instruction(NamedTuple):
 
 
 @dataclasses.dataclass
-class Value:
+class HloValue:
     """One value of the program, and its place.
 
     Attributes:
@@ -131,10 +131,10 @@ class Allocation(NamedTuple):
     parameter: int | None
     is_result: bool
     is_temporary: bool
-    values: list[Value]
+    values: list[HloValue]
 
 
-class Program:
+class HloProgram:
     """A compiled program: its instructions in the order in which they run, and its allocations.
 
     Bodies of loops and branches stand where they run: once each, before the instruction that calls them.
@@ -240,13 +240,13 @@ class Program:
             )
         return found
 
-    def _value(self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int) -> Value | None:
+    def _value(self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int) -> HloValue | None:
         """A value that occurs at some places, the first of them where it is defined; None if it never runs."""
         defined = self._instructions[places[0][0]]
         if defined.id not in self.position:
             return None  # inside of a fusion
         start = self.position[defined.id]
-        value = Value(defined, size, offset, start, start + 1, [], [])
+        value = HloValue(defined, size, offset, start, start + 1, [], [])
         if defined.opcode not in (*_ALIASES, *_CALLS):
             value.writes.append(start)
         for number, index in places:
@@ -272,13 +272,13 @@ class Program:
         return value
 
 
-def joined(values: Sequence[Value]) -> list[Value]:
+def joined(values: Sequence[HloValue]) -> list[HloValue]:
     """Values of one allocation, in which those that hold one place at the same time are one.
 
     Such values are names of one array: a loop's parameter and what the body hands on. An operation that writes its
     result over its operand ends the operand.
     """
-    by_place: dict[tuple[int, int], list[Value]] = {}
+    by_place: dict[tuple[int, int], list[HloValue]] = {}
     for value in sorted(values, key=lambda v: (v.start, -v.end)):
         held = by_place.setdefault((value.offset, value.num_bytes), [])
         if held and value.start < held[-1].end - 1:
@@ -355,14 +355,14 @@ def _frames(data: bytes) -> list[str]:
     return found
 
 
-def program_of(compiled: Any) -> Program | None:
+def program_of(compiled: Any) -> HloProgram | None:
     """The program of `jax.stages.Compiled`; None if its compiler gives no buffer assignment."""
     analysis = compiled.memory_analysis()
     assignment = getattr(analysis, "serialized_buffer_assignment_proto", None)
     if not assignment:
         return None
     (module,) = compiled.runtime_executable().hlo_modules()[:1]
-    return Program(module.as_serialized_hlo_module_proto(), assignment)
+    return HloProgram(module.as_serialized_hlo_module_proto(), assignment)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import numpy as np
 from jpipe.engine.scopes import Scope
 from jpipe.memory._block import Block
 from jpipe.memory._builder import Builder
-from jpipe.memory._hlo import Program, Value, program_of, short
+from jpipe.memory._hlo import HloProgram, HloValue, program_of, short
 
 _ALL = re.compile(r"/update/cond$")
 _SMALL = 1 / 1000
@@ -38,7 +38,7 @@ def temporaries(compiled: Any, builder: Builder, num_bytes: int) -> list[Block]:
     return blocks
 
 
-def _scopes(program: Program) -> dict[int, tuple[str, set[int], int, int, int]]:
+def _scopes(program: HloProgram) -> dict[int, tuple[str, set[int], int, int, int]]:
     """Id of a conditional -> operation, stages, lane, and the positions where its branches begin and end."""
     found: dict[int, tuple[str, set[int], int, int, int]] = {}
     lanes: dict[Scope, int] = {}
@@ -57,7 +57,7 @@ def _scopes(program: Program) -> dict[int, tuple[str, set[int], int, int, int]]:
     return found
 
 
-def _tick_loop(program: Program, scopes: dict) -> tuple[int, int]:
+def _tick_loop(program: HloProgram, scopes: dict) -> tuple[int, int]:
     """The positions where the body of the loop over ticks begins and ends."""
     for number in scopes:
         calls = [c for c in program.enclosing(program.position[number]) if c.opcode == "while"]
@@ -68,8 +68,8 @@ def _tick_loop(program: Program, scopes: dict) -> tuple[int, int]:
 
 
 def _blocks(
-    value: Value,
-    program: Program,
+    value: HloValue,
+    program: HloProgram,
     scopes: dict,
     loop: tuple[int, int],
     builder: Builder,

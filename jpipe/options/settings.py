@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jpipe._processes.sharing import Rows, is_global, is_shared
+from jpipe._processes.sharing import BatchRows, is_global, is_shared
 from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
@@ -94,9 +94,9 @@ class Settings:
         return {} if self.automatic_mesh is None else self.automatic_mesh.shape
 
     @functools.cached_property
-    def rows(self) -> Rows | None:
+    def rows(self) -> BatchRows | None:
         """How several processes share the rows of a batch; None on a mesh of one process."""
-        return Rows.of(self.mesh) if is_shared(self.mesh) else None
+        return BatchRows.of(self.mesh) if is_shared(self.mesh) else None
 
     def whole(self, batch: Any) -> Any:
         """A batch with the rows of all processes, as abstract arrays if there are several."""

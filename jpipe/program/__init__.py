@@ -2,7 +2,7 @@
 
 Settings (the arguments of `Pipeline`)
    └── + microbatch shapes + cut ──> Program: stages, engine, step, flush
-                                     └── Prediction: predict, evaluate
+                                     └── Predictor: predict, evaluate
 """
 
 import collections
@@ -34,7 +34,7 @@ from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
 from jpipe.options.settings import Settings, shapes_key
 from jpipe.program.batches import Batches
-from jpipe.program.prediction import Prediction
+from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 
@@ -111,7 +111,7 @@ class Program:
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
         self._stepped = False  # the first step compiles
-        self.prediction = Prediction(settings, self.engine, traced, compiler_options)
+        self.prediction = Predictor(settings, self.engine, traced, compiler_options)
 
     def _check_compression(self) -> None:
         """Raises ValueError if a gradient cannot be compressed, or accumulated."""

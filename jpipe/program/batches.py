@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe._processes.sharing import Rows, assemble, gather, is_global
+from jpipe._processes.sharing import BatchRows, assemble, gather, is_global
 from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.mesh import DATA, with_automatic_axes
@@ -116,7 +116,7 @@ class Batches:
         return size, self.place(batch), positions
 
     @staticmethod
-    def _sizes(rows: Rows, size: int, *, apart: bool) -> list[int]:
+    def _sizes(rows: BatchRows, size: int, *, apart: bool) -> list[int]:
         """Rows of the batches that all processes give, by process.
 
         Args:

@@ -26,7 +26,7 @@ from jpipe.program.batches import Batches
 from jpipe.schedules import forward_only
 
 
-class Prediction:
+class Predictor:
     """What a pipeline computes from the newest weights of a training, for batches of any size.
 
     Args:

@@ -17,7 +17,7 @@ from jpipe.schedule import Schedule
 from jpipe.schedules.gpipe import gpipe
 from jpipe.schedules.interleaved import interleaved
 from jpipe.schedules.interleaved import refusal as refusal_of_interleaved
-from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
+from jpipe.schedules.list_scheduling import Job, Progress, Rule, list_schedule
 from jpipe.schedules.one_f_one_b import one_f_one_b
 from jpipe.schedules.zero_bubble import (
     refusal_of_v,
@@ -208,7 +208,7 @@ def _rule(
       activations: `[S]`, of one microbatch.
     """
 
-    def choose(d: int, ready: list[Operation], progress: Progress) -> Operation | None:
+    def choose(d: int, ready: list[Job], progress: Progress) -> Job | None:
         stages = np.flatnonzero(progress.device == d)
         entered = progress.forward[stages[0]]
         reserved = ((entered - progress.weight_grad) * activations)[stages].sum()
@@ -219,7 +219,7 @@ def _rule(
         if first == "turns":
             preferred = "forward" if warm_up else "backward"
 
-        def rank(operation: Operation) -> tuple[int, int]:
+        def rank(operation: Job) -> tuple[int, int]:
             kind, s, _ = operation
             if kind == "weight_grad":
                 return (0 if progress.pending(d) > wait else 3, s)

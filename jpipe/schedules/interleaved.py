@@ -7,7 +7,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_ticks
-from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
+from jpipe.schedules.list_scheduling import Job, Progress, list_schedule
 
 
 def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str) -> str | None:
@@ -114,7 +114,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
 
     count = num_chunks * num_microbatches  # forwards of a device
 
-    def choose(d: int, ready: list[Operation], progress: Progress) -> Operation | None:
+    def choose(d: int, ready: list[Job], progress: Progress) -> Job | None:
         num_forwards = progress.started("forward", d)
         num_backwards = progress.started("backward", d)
         warm_up = 2 * (D - 1 - d) + (num_chunks - 1) * D

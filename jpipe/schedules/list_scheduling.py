@@ -9,7 +9,7 @@ from jpipe._table.counts import check_counts
 from jpipe.simulate import TRANSFERS
 
 
-class Operation(NamedTuple):
+class Job(NamedTuple):
     """The "forward", "backward" or "weight_grad" of a microbatch on a stage."""
 
     kind: str
@@ -47,14 +47,14 @@ class Progress:
         """Weight gradients that a device could compute and has not started."""
         return self.started("backward", device) - self.started("weight_grad", device)
 
-    def start(self, operation: Operation) -> None:
+    def start(self, operation: Job) -> None:
         """Counts an operation."""
         kind, stage, _ = operation
         getattr(self, kind)[stage] += 1
         self._started[kind][self.device[stage]] += 1
 
 
-Rule = Callable[[int, list[Operation], Progress], Operation | None]
+Rule = Callable[[int, list[Job], Progress], Job | None]
 """`(device, ready operations, progress) -> the operation to run, or None to wait`.
 
 It depends on the progress of its device alone: it is asked again when the device is free or one more operation is
@@ -169,7 +169,7 @@ class _Ahead:
         self._readers: dict[tuple[str, int], list[tuple[str, int]]] = {key: [] for key in self._ends}
         for kind, s in self._ends:
             self._inputs[kind, s] = []
-            for source, r, _ in _inputs(Operation(kind, s, 0), S):
+            for source, r, _ in _inputs(Job(kind, s, 0), S):
                 transfer = float(lengths[TRANSFERS[source]][min(r, s)])
                 seconds = transfer if device[r] != device[s] else 0.0
                 self._inputs[kind, s].append((self._ends[source, r], seconds))
@@ -181,18 +181,18 @@ class _Ahead:
             [key for key in self._ends if self._device_of[key] == d] for d in range(max(device) + 1)
         ]
 
-    def ready(self, device: int, now: float) -> tuple[list[Operation], float]:
+    def ready(self, device: int, now: float) -> tuple[list[Job], float]:
         """The operations of a device whose inputs can be read, and when one more can; infinite: not known."""
         operations, next_time = [], np.inf
         for key in self._on_device[device]:
             time = self._readable_from[key]
             if time <= now:
-                operations.append(Operation(*key, len(self._ends[key])))
+                operations.append(Job(*key, len(self._ends[key])))
             elif time < next_time:
                 next_time = time
         return operations, next_time
 
-    def start(self, operation: Operation, end: float) -> list[tuple[int, float]]:
+    def start(self, operation: Job, end: float) -> list[tuple[int, float]]:
         """Starts an operation: the devices of its readers, and from when on they can read all their inputs.
 
         Args:
@@ -220,7 +220,7 @@ class _Ahead:
         self._readable_from[key] = time
 
 
-def _inputs(operation: Operation, num_stages: int) -> list[Operation]:
+def _inputs(operation: Job, num_stages: int) -> list[Job]:
     """The operations whose results an operation reads."""
     kind, s, m = operation
     sources = {
@@ -228,4 +228,4 @@ def _inputs(operation: Operation, num_stages: int) -> list[Operation]:
         "backward": [("forward", s), ("backward", s + 1)],
         "weight_grad": [("backward", s)],
     }[kind]
-    return [Operation(k, r, m) for k, r in sources if 0 <= r < num_stages]
+    return [Job(k, r, m) for k, r in sources if 0 <= r < num_stages]

@@ -5,7 +5,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
-from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
+from jpipe.schedules.list_scheduling import Job, Progress, Rule, list_schedule
 
 
 @suggests
@@ -40,7 +40,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
 
-    def choose(s: int, ready: list[Operation], progress: Progress) -> Operation | None:
+    def choose(s: int, ready: list[Job], progress: Progress) -> Job | None:
         ready_of_kind = {operation.kind: operation for operation in ready}
         num_forwards, num_backwards = progress.forward[s], progress.backward[s]
         warm_up = num_forwards - num_backwards < num_stages - s
@@ -63,8 +63,8 @@ def _backward_first(limit: int) -> Rule:
     earliest stage, because they are nearest to the end of their way.
     """
 
-    def choose(device: int, ready: list[Operation], progress: Progress) -> Operation | None:
-        def rank(operation: Operation) -> tuple[int, int]:
+    def choose(device: int, ready: list[Job], progress: Progress) -> Job | None:
+        def rank(operation: Job) -> tuple[int, int]:
             kind, s, _ = operation
             return {
                 "backward": (0, s),

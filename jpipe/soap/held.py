@@ -14,7 +14,7 @@ from jpipe.soap.shards import Shards
 from jpipe.soap.strategy import Config
 
 
-class Held(NamedTuple):
+class HeldSpan(NamedTuple):
     """Bytes that a device holds for a part of the step.
 
     Attributes:
@@ -48,7 +48,7 @@ class HeldBytes:
         self._changes = np.zeros(shape, np.int64)
         self._most: list[int] | None = None
 
-    def add(self, held: Iterable[Held], sign: int) -> None:
+    def add(self, held: Iterable[HeldSpan], sign: int) -> None:
         """Adds what a block holds, or takes it away if `sign` is -1."""
         on_chip = self._on_chip_bytes
         for device, first, last, num_bytes, copied_until, is_exchanged in held:
@@ -99,11 +99,11 @@ class Holdings:
         """Positions in the order of the step."""
         return self._lifetimes.end + 1
 
-    def operator(self, number: int, config: Config) -> list[Held]:
+    def operator(self, number: int, config: Config) -> list[HeldSpan]:
         """The results of an operator, what it keeps for its own backward, and the inputs that it reads first."""
         graph, lifetimes = self._graph, self._lifetimes
         operator, regions = graph.operators[number], self._shards.regions
-        held: list[Held] = []
+        held: list[HeldSpan] = []
         for tensor in operator.outputs:
             held += self._result(number, tensor, config)
         for tensor in operator.residuals:
@@ -118,7 +118,7 @@ class Holdings:
                 held += self._input(number, position, config)
         return held
 
-    def _result(self, number: int, tensor: int, config: Config) -> list[Held]:
+    def _result(self, number: int, tensor: int, config: Config) -> list[HeldSpan]:
         value, lifetimes = self._graph.tensors[tensor], self._lifetimes
         regions = self._shards.regions
         owned = regions.writes(number, tensor, config.degrees)
@@ -138,7 +138,7 @@ class Holdings:
                 held += _parts(config, computed, read, (moment, moment))
         return held
 
-    def _input(self, number: int, position: int, config: Config) -> list[Held]:
+    def _input(self, number: int, position: int, config: Config) -> list[HeldSpan]:
         """The parts of an input of the function are held for the whole step.
 
         Where shards read parts of each other's, every device has all that is read, and a shard takes its part out of
@@ -151,7 +151,7 @@ class Holdings:
         every = np.stack([parts[:, :, 0].min(0), parts[:, :, 1].max(0)], -1)
         size = np.prod(every[:, 1] - every[:, 0])
         end, copied_until = self._lifetimes.input(number)
-        held: list[Held] = []
+        held: list[HeldSpan] = []
         if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > size:
             read_bytes = self._read_bytes(number, tensor, item_bytes)
             held = _parts(config, read, read_bytes, (number, copied_until))
@@ -165,7 +165,7 @@ class Holdings:
         below: Config,
         pairs: Sequence[tuple[int, int, int]],
         has_gradient: bool,
-    ) -> list[Held]:
+    ) -> list[HeldSpan]:
         """The arrays of devices that read parts of other devices.
 
         Such a device has an array of all that it reads, its own part included, in place of the part that it wrote. Its
@@ -204,29 +204,29 @@ class Holdings:
         held = []
         for device in sorted(receivers):
             num_bytes = self._read_bytes(target, tensor, read[device])
-            held.append(Held(device, *times, num_bytes))
+            held.append(HeldSpan(device, *times, num_bytes))
             if has_gradient:
-                gradient = Held(device, moment, moment, read[device])
+                gradient = HeldSpan(device, moment, moment, read[device])
                 held.append(gradient._replace(is_exchanged=bool(messages)))
         for device, num_bytes in messages.items():
             for time in (target, moment)[: 1 + has_gradient]:
-                held.append(Held(device, time, time, 2 * num_bytes, is_exchanged=True))
+                held.append(HeldSpan(device, time, time, 2 * num_bytes, is_exchanged=True))
         replaced = self._lifetimes.replaced(target, position)
         if replaced is not None:
             held += (
-                Held(device, *replaced, -self._written_bytes(tensor, size))
+                HeldSpan(device, *replaced, -self._written_bytes(tensor, size))
                 for device, size in zip(above.devices, written)
                 if device in receivers
             )
         return held
 
-    def weight(self, weight: int, num_bytes: int, devices: Iterable[int]) -> Iterable[Held]:
+    def weight(self, weight: int, num_bytes: int, devices: Iterable[int]) -> Iterable[HeldSpan]:
         """A part of a weight with its optimizer state, and its gradient, on the devices that read it."""
         times = self._lifetimes.weight_gradient(weight)
         for device in devices:
             kept = num_bytes * self._weight_arrays
-            yield Held(device, 0, self._lifetimes.end, kept)
-            yield Held(device, *times, num_bytes)
+            yield HeldSpan(device, 0, self._lifetimes.end, kept)
+            yield HeldSpan(device, *times, num_bytes)
 
     def _read_bytes(self, operator: int, tensor: int, num_bytes: int) -> int:
         """Bytes of a part of a tensor in the form in which an operator gets it."""
@@ -251,10 +251,10 @@ def _parts(
     item_bytes: int,
     times: tuple[int, int],
     copied_until: int | None = None,
-) -> list[Held]:
+) -> list[HeldSpan]:
     """The region of an array that each shard of an operator holds, from the first to the last of two times."""
     sizes = np.prod(regions[:, :, 1] - regions[:, :, 0], axis=1) * item_bytes
     return [
-        Held(device, *times, num_bytes, copied_until)
+        HeldSpan(device, *times, num_bytes, copied_until)
         for device, num_bytes in zip(config.devices, sizes.tolist(), strict=True)
     ]

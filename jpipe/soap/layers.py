@@ -21,7 +21,7 @@ from jpipe.soap.strategy import Config, load_strategy
 from jpipe.soap.trace import trace
 
 
-class LayerSplit(NamedTuple):
+class StrategySplit(NamedTuple):
     """How a layer is split over the automatic axes of a mesh.
 
     Attributes:
@@ -48,14 +48,14 @@ class LayersGraph(NamedTuple):
     graph: OperatorGraph
     num_parameters: Sequence[int]
 
-    def splits(self, strategy: Sequence[Config], sizes: Mapping[str, int]) -> list[LayerSplit]:
+    def splits(self, strategy: Sequence[Config], sizes: Mapping[str, int]) -> list[StrategySplit]:
         """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
         split = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
         for i, count in enumerate(self.num_parameters):
             specs = tuple(map(as_entries, split.arguments[start : start + count]))
             # Each layer is a call, and nothing stands between the calls.
-            result.append(LayerSplit(specs, split.plan.get(i, {})))
+            result.append(StrategySplit(specs, split.plan.get(i, {})))
             start += count
         return result
 
@@ -142,7 +142,7 @@ class StoredStrategy:
         *,
         compute_dtype: Any,
         key_impl: Any,
-    ) -> list[LayerSplit]:
+    ) -> list[StrategySplit]:
         """Reads how the strategy splits each layer over the axes of a mesh. See `jpipe.layers.layer_split.Strategy`.
 
         Raises:

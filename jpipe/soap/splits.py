@@ -71,7 +71,7 @@ Plan = Mapping[Any, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Splits:
+class EquationSplits:
     """A strategy as splits of equations and arguments.
 
     Attributes:
@@ -89,7 +89,7 @@ def splits(
     sizes: Mapping[str, int],
     *,
     in_stages: bool = False,
-) -> Splits:
+) -> EquationSplits:
     """A strategy as splits over the axes of a mesh.
 
     Args:
@@ -142,7 +142,7 @@ def splits(
         for number, tensor in enumerate(graph.tensors)
         if tensor.producer is None
     ]
-    return Splits(arguments, plan)
+    return EquationSplits(arguments, plan)
 
 
 def _split(

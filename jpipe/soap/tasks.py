@@ -15,7 +15,7 @@ import numpy as np
 from jpipe._util.foreign import shown
 from jpipe.soap.costs import Costs
 from jpipe.soap.graph import OperatorGraph
-from jpipe.soap.held import Held, HeldBytes, Holdings
+from jpipe.soap.held import HeldBytes, HeldSpan, Holdings
 from jpipe.soap.machine import Machine
 from jpipe.soap.routes import Routes
 from jpipe.soap.shards import Shards
@@ -55,7 +55,7 @@ class TaskBlock:
     tasks: list[int] = dataclasses.field(default_factory=list)
     messages: list[int] = dataclasses.field(default_factory=list)
     links: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    held: list[Held] = dataclasses.field(default_factory=list)
+    held: list[HeldSpan] = dataclasses.field(default_factory=list)
     sent_bytes: int = 0
     load: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     forward: list[int] = dataclasses.field(default_factory=list)
