@@ -38,7 +38,7 @@ anew by every step.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,24 +70,36 @@ RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 """Arrays of a training pass that the host reads: see `TickArrays`."""
 
 
-def training_pass(
-    spec: TrainingPass,
-    kept: Mapping[str, Any],
-    in_flight: Mapping[str, Any],
-    counters: Mapping[str, jax.Array],
-    num_entered: jax.Array,
-    batch: Any,
-    rows: jax.Array,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """One pass over the table, on one device.
+class PassInputs(NamedTuple):
+    """What a pass over a table reads: global arrays, or in `shard_map` the parts of a device.
 
-    Arguments and results are those of `jpipe.engine.engine.run_training`, with local shapes.
+    Attributes:
+      kept: arrays by group: of a training those of `PipelineState.kept`, of a forward-only table those of
+        "parameters", "mutable_state" and "message_compression".
+      in_flight: the groups "gradients" and "buffers"; of a forward-only table "buffers" alone.
+      counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before
+        round 0; "key", `[D]`, the random key of training.
+      num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
+        this round's. Cells of microbatches before the first or after the last do nothing.
+      batch: tree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
+      rows: see `PassSpec.place_rows`.
     """
-    device = TrainingDevice.here(spec, counters, num_entered)
-    buffers = in_flight["buffers"]
-    held = {**kept, "gradients": in_flight["gradients"], **buffers}
+
+    kept: Mapping[str, Any]
+    in_flight: Mapping[str, Any]
+    counters: Mapping[str, jax.Array]
+    num_entered: jax.Array
+    batch: Any
+    rows: jax.Array
+
+
+def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """One pass over the table, on one device. Its results are those of `jpipe.engine.engine.run_training`."""
+    device = TrainingDevice.here(spec, inputs.counters, inputs.num_entered)
+    buffers = inputs.in_flight["buffers"]
+    held = {**inputs.kept, "gradients": inputs.in_flight["gradients"], **buffers}
     held["op_count"] = jnp.zeros((), jnp.int32)
-    batch = _local_batch(spec, batch)
+    batch = _local_batch(spec, inputs.batch)
     weights = _take_weights(device, held.get("minibatch_weights"), batch)
     if "minibatch_weights" in held:
         held["minibatch_weights"] = weights
@@ -96,9 +108,9 @@ def training_pass(
         held["batches"] = batches
     arrays = TickArrays(**held, **_empty_results(spec))
     device = device.with_weights(weights).with_batch(batch)
-    arrays = _scan(device, rows[0], arrays)
+    arrays = _scan(device, inputs.rows[0], arrays)
     return (
-        {name: getattr(arrays, name) for name in kept},
+        {name: getattr(arrays, name) for name in inputs.kept},
         {
             "gradients": arrays.gradients,
             "buffers": {name: getattr(arrays, name) for name in buffers},
@@ -107,27 +119,19 @@ def training_pass(
     )
 
 
-def forward_pass(
-    spec: ForwardPass,
-    kept: Mapping[str, Any],
-    in_flight: Mapping[str, Any],
-    counters: Mapping[str, jax.Array],
-    num_entered: jax.Array,
-    batch: Any,
-    rows: jax.Array,
-) -> list[jax.Array]:
+def forward_pass(spec: ForwardPass, inputs: PassInputs) -> list[jax.Array]:
     """The same of a forward-only table: see `jpipe.engine.engine.run_forward`."""
-    device = Device.here(spec, counters, num_entered)
-    held = {"read_parameters": {}, **kept, **in_flight["buffers"]}
+    device = Device.here(spec, inputs.counters, inputs.num_entered)
+    held = {"read_parameters": {}, **inputs.kept, **inputs.in_flight["buffers"]}
     held["op_count"] = jnp.zeros((), jnp.int32)
-    batch = _local_batch(spec, batch)
+    batch = _local_batch(spec, inputs.batch)
     batch, batches = _take_batch(device, held.get("batches"), batch)
     if batches is not None:
         held["batches"] = batches
     N, (leaves, _) = spec.schedule.num_microbatches, spec.stages.outputs
     outputs = [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]
     arrays = TickArrays(**held, outputs=outputs)
-    return _scan(device.with_batch(batch), rows[0], arrays).outputs
+    return _scan(device.with_batch(batch), inputs.rows[0], arrays).outputs
 
 
 def _local_batch(spec: PassSpec, batch: Any) -> Any:

@@ -21,7 +21,7 @@ updates.py       the update of a tick; norms.py, ties.py: norms and skipped upda
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -31,89 +31,63 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine import layout as layouts
-from jpipe.engine.device import forward_pass, training_pass
+from jpipe.engine.device import PassInputs, forward_pass, training_pass
 from jpipe.engine.spec import ForwardPass, PassSpec
 from jpipe.engine.training import TrainingPass
 from jpipe.mesh import DATA, STAGE
 
 
-def run_training(
-    spec: TrainingPass,
-    kept: Mapping[str, Any],
-    in_flight: Mapping[str, Any],
-    counters: Mapping[str, jax.Array],
-    num_entered: jax.Array,
-    batch: Any,
-    rows: jax.Array,
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def run_training(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """One pass over a table that trains.
 
     Args:
       spec: the pass.
-      kept: global arrays of `PipelineState.kept`.
-      in_flight: global arrays of the groups "gradients" and "buffers".
-      counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before
-        round 0; "key", `[D]`, the random key of training.
-      num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
-        this round's. Cells of microbatches before the first or after the last do nothing.
-      batch: tree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
-      rows: see `PassSpec.place_rows`.
+      inputs: global arrays.
 
     Returns:
-      `kept` and `in_flight`, updated, and a dict of `[devices, ...]` results: "loss" and
+      `kept` and `in_flight` of `PassInputs`, updated, and a dict of `[devices, ...]` results: "loss" and
       "aux" (sums), "count", "skipped" and "gradient_norm".
     """
     per_device = layouts.per_device_spec(spec.mesh)
-    arguments = kept, in_flight, counters, num_entered, batch, rows
-    specs = {name: spec.layout[name].spec for name in kept}
-    return _on_mesh(spec, training_pass, arguments, (specs, per_device, per_device))
+    return _on_mesh(spec, training_pass, inputs, (_specs(spec, inputs.kept), per_device, per_device))
 
 
-def run_forward(
-    spec: ForwardPass,
-    kept: Mapping[str, Any],
-    buffers: Mapping[str, Any],
-    counters: Mapping[str, jax.Array],
-    num_entered: jax.Array,
-    batch: Any,
-    rows: jax.Array,
-) -> Any:
+def run_forward(spec: ForwardPass, inputs: PassInputs) -> Any:
     """One pass over a forward-only table.
 
     Args:
       spec: the pass.
-      kept: global arrays of the groups "parameters", "mutable_state" and "message_compression".
-      buffers: global arrays of the group "buffers", as `{"buffers": ...}`.
-      counters, num_entered, batch, rows: as of `run_training`.
+      inputs: global arrays.
 
     Returns:
       The leaves of the last layer's outputs, `[devices * N, microbatch, ...]` each.
     """
-    per_device = layouts.per_device_spec(spec.mesh)
-    arguments = kept, buffers, counters, num_entered, batch, rows
-    return _on_mesh(spec, forward_pass, arguments, per_device)
+    return _on_mesh(spec, forward_pass, inputs, layouts.per_device_spec(spec.mesh))
 
 
-def _on_mesh(spec: PassSpec, run: Callable[..., Any], arguments: tuple, out_specs: Any) -> Any:
-    """`run(spec, *arguments)` on every device; the first of the arguments are arrays of `spec.layout`, by group."""
-    kept, *_ = arguments
-    in_specs = (
-        {name: spec.layout[name].spec for name in kept},
-        layouts.per_device_spec(spec.mesh),
-        layouts.REPLICATED,
-        layouts.REPLICATED,
-        layouts.batch_spec(spec.mesh),
-        layouts.REPLICATED,
+def _on_mesh(spec: PassSpec, run: Callable[..., Any], inputs: PassInputs, out_specs: Any) -> Any:
+    """`run(spec, inputs)` on every device."""
+    in_specs: dict[str, Any] = dict(
+        kept=_specs(spec, inputs.kept),
+        in_flight=layouts.per_device_spec(spec.mesh),
+        counters=layouts.REPLICATED,
+        num_entered=layouts.REPLICATED,
+        batch=layouts.batch_spec(spec.mesh),
+        rows=layouts.REPLICATED,
     )
     body = jax.shard_map(
-        lambda *arguments: run(spec, *arguments),
+        functools.partial(run, spec),
         mesh=spec.mesh,
-        in_specs=in_specs,
+        in_specs=(PassInputs(**in_specs),),
         out_specs=out_specs,
         axis_names={STAGE, DATA} & set(spec.mesh.axis_names),
         check_vma=False,
     )
-    return body(*arguments)
+    return body(inputs)
+
+
+def _specs(spec: PassSpec, groups: Iterable[str]) -> dict[str, Any]:
+    return {name: spec.layout[name].spec for name in groups}
 
 
 def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any:

@@ -21,6 +21,7 @@ from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import sampled_checksum
 from jpipe.engine import traffic
 from jpipe.engine.calls import call_bounded
+from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import in_all_versions, run_training
 from jpipe.engine.layout import batch_spec
 from jpipe.engine.state import PipelineState, arrays_with_versions
@@ -352,12 +353,14 @@ class Program:
         engine = self.engine
         kept, in_flight, results = run_training(
             engine,
-            state.kept(),
-            state.in_flight(),
-            engine.counters(state.counters()),
-            num_entered,
-            batch,
-            rows,
+            PassInputs(
+                kept=state.kept(),
+                in_flight=state.in_flight(),
+                counters=engine.counters(state.counters()),
+                num_entered=num_entered,
+                batch=batch,
+                rows=rows,
+            ),
         )
         columns = [d * engine.lowered.num_chunks + chunk for d, chunk in self.placement]
         totals = {

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes.sharing import is_global, own_rows
 from jpipe.engine.calls import call_bounded
+from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import run_forward
 from jpipe.engine.layout import batch_spec
 from jpipe.engine.spec import ForwardPass
@@ -146,12 +147,14 @@ class Predictor:
         }
         outputs = run_forward(
             engine,
-            kept,
-            buffers,
-            self._training.counters(arrays),
-            num_entered,
-            self._batches.cut(batch),
-            rows,
+            PassInputs(
+                kept=kept,
+                in_flight=buffers,
+                counters=self._training.counters(arrays),
+                num_entered=num_entered,
+                batch=self._batches.cut(batch),
+                rows=rows,
+            ),
         )
         table = engine.schedule
         last_devices = table.device[table.column_of_microbatch[:, -1]]
