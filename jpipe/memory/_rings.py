@@ -242,7 +242,7 @@ def _on_their_way(
         tick = _sent_tick(builder, route, m, sender)
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
-        channel = _channel(builder, route, tick, m, column)
+        channel = _channel(builder, route, tick, sender, column)
         late = lowered.channels[channel].late
         if sender in builder.columns:
             lane = builder.lanes[route.operation, sender, tick % T]
@@ -264,15 +264,17 @@ def _on_their_way(
     return sent, received
 
 
-def _channel(builder: Builder, route: Any, tick: int, m: int, column: int) -> int:
-    """The number of the channel that brings a message to a column."""
+def _channel(builder: Builder, route: Any, tick: int, sender: int, column: int) -> int:
+    """The number of the channel that brings a message from one column to another."""
     t = (tick + 1) % builder.schedule.num_ticks
-    device = builder.schedule.device[column]
+    source, target = builder.schedule.device[[sender, column]].tolist()
     for number, channel in enumerate(builder.lowered.channels):
         arrives = channel.arrives.get(route.inbox)
-        if arrives is not None and arrives[t, device, 0] == column:
+        # Copies of a stage may send to one column in one tick, each on a channel of its own.
+        connects = source == target if channel.pairs is None else (source, target) in channel.pairs
+        if connects and arrives is not None and arrives[t, target, 0] == column:
             return number
-    raise AssertionError(f"no channel brings microbatch {m} of {route.inbox}")
+    raise AssertionError(f"no channel brings {route.inbox} from column {sender} to {column} in tick {tick}")
 
 
 def _ticks(builder: Builder, name: str) -> list[int]:
