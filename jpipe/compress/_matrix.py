@@ -63,8 +63,7 @@ class LowRankCompressor(Compressor):
         """The first factors; `()` for an array that is sent whole."""
         if self._is_whole(like):
             return ()
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
-        return self._first(jax.random.key(self.seed), *matrix_shape(like), dtype)
+        return self._first(jax.random.key(self.seed), *matrix_shape(like), _matrix_dtype(like))
 
     def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
         """The factors; or `values`."""
@@ -89,6 +88,8 @@ class LowRankCompressor(Compressor):
 
     def exchanged_bytes(self, like: Any, number: int) -> int:
         """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
+        if not self._is_whole(like):  # the products of `_step` are as exact as its matrix
+            like = jax.ShapeDtypeStruct(like.shape, _matrix_dtype(like))
         return round(2 * (number - 1) / number * self.wire_bytes(like))
 
     def _is_whole(self, like: Any) -> bool:
@@ -125,4 +126,8 @@ def orthonormal(columns: jax.Array) -> jax.Array:
 
 def _as_matrix(x: jax.Array) -> jax.Array:
     """An array as a matrix, at least in float32."""
-    return x.reshape(matrix_shape(x)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.reshape(matrix_shape(x)).astype(_matrix_dtype(x))
+
+
+def _matrix_dtype(like: Any) -> Any:
+    return jnp.promote_types(like.dtype, jnp.float32)

@@ -81,7 +81,8 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
         sizes = (math.prod(p.shape) * packing.arrays[p.array].dtype.itemsize for p in places)
         return sum(sizes)
 
-    plain = round(of_mean * total([place for (place, _), *_ in update.parameters], stages.parameters))
+    whole_sums = stages.gradient_sums.packing_of(stages.parameters)
+    plain = round(of_mean * total([place for (place, _), *_ in update.parameters], whole_sums))
     formed, factors = (
         places_of(placed for placed, _ in update.gradients if placed.sum.group == group) for group in (SUMS, FACTORS)
     )

@@ -397,6 +397,10 @@ def test_bytes_between_replicas():
     like = jax.ShapeDtypeStruct((100, 100), np.float32)
     assert Cast().exchanged_bytes(like, 4) == 3 * 20_000
     assert PowerSGD(1).exchanged_bytes(like, 4) == 1.5 * 4 * 200
+    # Means are taken of products in float32, and of what has no smaller factors as it is.
+    short = jax.ShapeDtypeStruct((100, 100), jnp.bfloat16)
+    assert PowerSGD(1).exchanged_bytes(short, 4) == 1.5 * 4 * 200
+    assert PowerSGD(50).exchanged_bytes(short, 4) == 1.5 * 2 * 10_000
     assert Threshold(0.005, room=1).wire_bytes(like) == 50 * 8
 
 

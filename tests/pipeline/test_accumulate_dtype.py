@@ -123,6 +123,21 @@ def test_replicas_exchange_sums(options):
         np.testing.assert_array_equal(w, -want)
 
 
+@pytest.mark.parametrize(("dtype", "want"), [(jnp.float32, -136), (None, -132)])
+def test_factors_of_a_sum_are_sent(dtype, want):
+    """Gradients are matrices of equal numbers, which rank 1 gives up to rounding: 263 and 9, or 256 and 8."""
+    layers = [weight(shape=(16, 3))] * LAYERS
+    pipe = make(data=2, layers=layers, accumulate_dtype=dtype, compress_gradients=jpipe.compress.PowerSGD(1))
+    data = batch(2)
+    data["inputs"][N:, 0] = [2 if dtype else 1, *[1] * (N - 1)]
+    state, metrics = stepped(pipe, data)
+    # 48 numbers, as 19 of float32.
+    ratio = 48 * jnp.dtype(dtype or BF16).itemsize / (19 * 4)
+    np.testing.assert_allclose(metrics["compression"]["gradient_ratio"], ratio, rtol=1e-6)
+    for w in weights(pipe, state):
+        np.testing.assert_array_equal(w, want)
+
+
 def test_memory_counts_the_sums():
     data = batch()
     narrow, wide = (make(accumulate_dtype=d) for d in (None, jnp.float32))
