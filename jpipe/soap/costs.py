@@ -47,16 +47,16 @@ class Analytic:
         self._optimizer_arrays = optimizer_arrays
 
     def seconds(self, graph: OperatorGraph, operator: int, shape: Shape) -> tuple[float, float]:
-        each = graph.operators[operator]
-        flops = each.flops_per_point * math.prod(shape)
-        read_bytes, written = shard_bytes(graph, each, shape)
+        timed = graph.operators[operator]
+        flops = timed.flops_per_point * math.prod(shape)
+        read_bytes, written = shard_bytes(graph, timed, shape)
         forward = self._roofline(flops, read_bytes + written)
         backward = 0.0
-        if each.has_backward:
+        if timed.has_backward:
             # It reads the inputs and the gradient of the output, and writes gradients of the inputs.
-            factor = each.backward_factor
+            factor = timed.backward_factor
             backward = self._roofline(flops * factor, 2 * read_bytes + written)
-        return forward * each.repeats, backward * each.repeats
+        return forward * timed.repeats, backward * timed.repeats
 
     def update_seconds(self, num_bytes: float) -> float:
         return self._roofline(0.0, num_bytes * (3 + 2 * self._optimizer_arrays))
@@ -74,9 +74,9 @@ def shard_bytes(graph: OperatorGraph, operator: Operator, shape: Shape) -> tuple
     """Bytes that the first shard of `shape` reads and writes in one turn."""
     box = tuple((0, n) for n in shape)
     num_read = 0
-    for each in operator.inputs:
-        tensor = graph.tensors[each.tensor]
-        num_read += volume(read(each.access, box)) * tensor.item_bytes
+    for operand in operator.inputs:
+        tensor = graph.tensors[operand.tensor]
+        num_read += volume(read(operand.access, box)) * tensor.item_bytes
     written = 0
     for number in operator.outputs:
         tensor = graph.tensors[number]
@@ -151,12 +151,13 @@ def signature(graph: OperatorGraph, operator: Operator) -> str:
     """A text without the operator's name: equal texts cost the same for equal shards."""
     kinds = "".join(loop.kind for loop in operator.loops)
     reads = " ".join(
-        f"{graph.tensors[each.tensor].item_bytes}:{list(graph.tensors[each.tensor].shape)}" for each in operator.inputs
+        f"{graph.tensors[operand.tensor].item_bytes}:{list(graph.tensors[operand.tensor].shape)}"
+        for operand in operator.inputs
     )
     sizes = "x".join(str(loop.size) for loop in operator.loops)
     names = operator.kind
     if operator.equations is not None:
-        names = "+".join(each.primitive for each in operator.equations)
+        names = "+".join(equation.primitive for equation in operator.equations)
     return f"{names}({reads}) {kinds} {sizes} x{operator.repeats}"
 
 

@@ -206,8 +206,8 @@ class Simulator:
         more = len(self.tasks.seconds) - len(self._mark)
         if more:
             timeline = self.timeline
-            for each in (self._mark, self._watched, self._missing):
-                each += [0] * more
+            for marks in (self._mark, self._watched, self._missing):
+                marks += [0] * more
             for times in (timeline.ready, timeline.start, timeline.end, self._coming):
                 times += [0.0] * (len(self._mark) - len(times))
 
@@ -364,8 +364,8 @@ class Simulator:
                 for other in others:
                     move(other)
                 break
-        for each in (order, ready, mark, key):
-            each.pop()
+        for entries in (order, ready, mark, key):
+            entries.pop()
         left = self._work_left(new_order) if queue and within else []
         loose = limit * (1 + _ROUNDING)
         while queue and within:

@@ -77,11 +77,11 @@ def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
       None if windows differ in shape or padding, or are empty.
     """
     dims = []
-    for each, below in zip(access[0], access[-1], strict=True):
-        if len(access) > 1 and (each.divisor != 1 or not below.is_plain):
-            along = _channels_along(each, below, loops)
+    for dim_map, below in zip(access[0], access[-1], strict=True):
+        if len(access) > 1 and (dim_map.divisor != 1 or not below.is_plain):
+            along = _channels_along(dim_map, below, loops)
         else:
-            along = _window_along(each, loops)
+            along = _window_along(dim_map, loops)
         if along is None:
             return None
         dims.append(along)
@@ -93,34 +93,34 @@ _Along = tuple[list[int], int, tuple[int, int]]
 """Of one dim: where the windows of devices begin, how long they are, and the padding before and after them."""
 
 
-def _channels_along(each: DimMap, below: DimMap, loops: np.ndarray) -> _Along | None:
+def _channels_along(dim_map: DimMap, below: DimMap, loops: np.ndarray) -> _Along | None:
     """The channels of the groups that each device computes, wholly or in part."""
-    steps = (each,), (dataclasses.replace(below, dim=0),)
+    steps = (dim_map,), (dataclasses.replace(below, dim=0),)
     low, high = read_all(steps, loops)[:, 0].T
     length = int(high[0] - low[0])
     return None if np.any(high - low != length) else (low.tolist(), length, (0, 0))
 
 
-def _window_along(each: DimMap, loops: np.ndarray) -> _Along | None:
-    if each.dim is None:
-        return [0] * len(loops), each.size, (0, 0)
-    if each.divisor != 1 or each.stride < 1:
+def _window_along(dim_map: DimMap, loops: np.ndarray) -> _Along | None:
+    if dim_map.dim is None:
+        return [0] * len(loops), dim_map.size, (0, 0)
+    if dim_map.divisor != 1 or dim_map.stride < 1:
         return None
-    low, high = loops[:, each.dim, 0], loops[:, each.dim, 1]
+    low, high = loops[:, dim_map.dim, 0], loops[:, dim_map.dim, 1]
     # Among the elements with the holes of a dilation between them.
-    begin = low * each.stride + each.offset
-    length = int(high[0] - low[0] - 1) * each.stride + each.width
-    first = -(-begin // each.dilation)
-    last = (begin + length - 1) // each.dilation
-    before = first * each.dilation - begin
+    begin = low * dim_map.stride + dim_map.offset
+    length = int(high[0] - low[0] - 1) * dim_map.stride + dim_map.width
+    first = -(-begin // dim_map.dilation)
+    last = (begin + length - 1) // dim_map.dilation
+    before = first * dim_map.dilation - begin
     if np.all(low == low[0]):
-        inside = np.maximum(first, 0), np.minimum(last, each.size - 1)
-        before += (inside[0] - first) * each.dilation
+        inside = np.maximum(first, 0), np.minimum(last, dim_map.size - 1)
+        before += (inside[0] - first) * dim_map.dilation
         first, last = inside
     size, rest = int(last[0] - first[0]) + 1, int(before[0])
     if size < 1 or np.any(last - first + 1 != size) or np.any(before != rest):
         return None
-    return first.tolist(), size, (rest, length - rest - (size - 1) * each.dilation - 1)
+    return first.tolist(), size, (rest, length - rest - (size - 1) * dim_map.dilation - 1)
 
 
 class _Round(NamedTuple):
@@ -160,20 +160,20 @@ def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
             continue
         had[receiver].add(part)
         shape = tuple(lengths.tolist())
-        for each, (senders, receivers) in zip(rounds, busy):
+        for exchange_round, (senders, receivers) in zip(rounds, busy):
             is_free = sender not in senders and receiver not in receivers
-            if is_free and each.shape == shape:
+            if is_free and exchange_round.shape == shape:
                 break
         else:
-            each = _Round(shape, [], *np.zeros((2, count, rank), np.int64))
+            exchange_round = _Round(shape, [], *np.zeros((2, count, rank), np.int64))
             senders, receivers = set(), set()
-            rounds.append(each)
+            rounds.append(exchange_round)
             busy.append((senders, receivers))
         senders.add(sender)
         receivers.add(receiver)
-        each.pairs.append((sender, receiver))
-        each.read[sender] = low - owned[sender, :, 0]
-        each.write[receiver] = low - wanted[receiver, :, 0]
+        exchange_round.pairs.append((sender, receiver))
+        exchange_round.read[sender] = low - owned[sender, :, 0]
+        exchange_round.write[receiver] = low - wanted[receiver, :, 0]
     return rounds
 
 
@@ -214,19 +214,19 @@ def _sent(
     it.
     """
     device = lax.axis_index(axes)
-    for number, each in enumerate(rounds):
+    for number, exchange_round in enumerate(rounds):
         if number:  # one message at a time, so that a device holds one at a time
             source, target = lax.optimization_barrier((source, target))
-        message = lax.dynamic_slice(source, jnp.asarray(each.read)[device], each.shape)
-        if any(sender != receiver for sender, receiver in each.pairs):
-            message = lax.ppermute(message, axes, each.pairs)
-        place = jnp.asarray(each.write)[device]
-        present = lax.dynamic_slice(target, place, each.shape)
+        message = lax.dynamic_slice(source, jnp.asarray(exchange_round.read)[device], exchange_round.shape)
+        if any(sender != receiver for sender, receiver in exchange_round.pairs):
+            message = lax.ppermute(message, axes, exchange_round.pairs)
+        place = jnp.asarray(exchange_round.write)[device]
+        present = lax.dynamic_slice(target, place, exchange_round.shape)
         if is_sum:
             message += present
-        if len(each.pairs) < len(each.read):
-            receives = np.zeros(len(each.read), bool)
-            receives[[receiver for _, receiver in each.pairs]] = True
+        if len(exchange_round.pairs) < len(exchange_round.read):
+            receives = np.zeros(len(exchange_round.read), bool)
+            receives[[receiver for _, receiver in exchange_round.pairs]] = True
             message = jnp.where(jnp.asarray(receives)[device], message, present)
         target = lax.dynamic_update_slice(target, message, place)
     return target
@@ -378,8 +378,8 @@ def run(eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh) -
     def on_device(*parts: jax.Array) -> list[jax.Array]:
         fill = _fill(name, parts)
         operands = [
-            _fetched(part, each, boxes_of(shape, spec, sizes), axes, fill) if isinstance(each, Fetch) else part
-            for part, each, shape, spec in zip(parts, exchange.operands, shapes, specs)
+            _fetched(part, fetch, boxes_of(shape, spec, sizes), axes, fill) if isinstance(fetch, Fetch) else part
+            for part, fetch, shape, spec in zip(parts, exchange.operands, shapes, specs)
         ]
         if name in ("concatenate", "stack"):
             dim = eqn.params["dimension" if name == "concatenate" else "axis"]
@@ -398,7 +398,7 @@ def run(eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh) -
             sizes_of_slice = map(min, params["slice_sizes"], parts[0].shape)
             params["slice_sizes"] = tuple(sizes_of_slice)
         results = bind(eqn, operands, params)
-        return [_summed(each, *how) for each, how in zip(results, exchange.sums, strict=True)]
+        return [_summed(result, *how) for result, how in zip(results, exchange.sums, strict=True)]
 
     return _on_devices(on_device, mesh, axes, specs, exchange.outputs)(*values)
 

@@ -86,12 +86,12 @@ def apply(
       >>> bool(jnp.allclose(jax.jit(split)(*arrays), function(*arrays)))
       True
     """
-    found = splits(graph, strategy, mesh.shape)
-    split = with_splits(function, found.plan, mesh)
+    graph_split = splits(graph, strategy, mesh.shape)
+    split = with_splits(function, graph_split.plan, mesh)
 
     def run(weights: Any, *inputs: Any) -> Any:
         leaves, tree = jax.tree.flatten(weights)
-        leaves = [_constrained(a, s, mesh) for a, s in zip(leaves, found.arguments)]
+        leaves = [_constrained(a, s, mesh) for a, s in zip(leaves, graph_split.arguments)]
         return split(tree.unflatten(leaves), *inputs)
 
     return run
@@ -276,7 +276,7 @@ class _Run:
         xs = values[num_consts + num_carry :]
         turn_plans = {k[0]: inner for k, inner in plan.items() if k[0] != "stack"}
         turns = max((k[1] for k in plan if k[0] != "stack"), default=1)
-        each = params["length"] // turns
+        turn_length = params["length"] // turns
         order = range(turns)[::-1] if params["reverse"] else range(turns)
         pieces = []
         runs: list[list[int]] = []
@@ -292,7 +292,7 @@ class _Run:
                 out = self(body.jaxpr, body.consts, [*consts, *carry, *x], inner)
                 return out[:num_carry], out[num_carry:]
 
-            low, high = min(run) * each, (max(run) + 1) * each
+            low, high = min(run) * turn_length, (max(run) + 1) * turn_length
             rows = [x if len(runs) == 1 else x[low:high] for x in xs]
             ys: Sequence[jax.Array]
             carry, ys = lax.scan(
@@ -335,14 +335,14 @@ def _with_early_residuals(eqn: Any) -> Callable[..., list]:
 
 def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:
     """The splits of the results of a called jaxpr; None for a result that no equation of the plan makes."""
-    found: dict[Any, Spec | None] = {}
+    specs: dict[Any, Spec | None] = {}
     for number, eqn in enumerate(jaxpr.eqns):
         below = plan.get(number)
         if isinstance(below, EquationSplit):
-            found.update(zip(eqn.outvars, below.outputs))
+            specs.update(zip(eqn.outvars, below.outputs))
         elif below and eqn.primitive.name in CALLS:
-            found.update(zip(eqn.outvars, _result_specs(called(eqn)[0], below)))
-    return [None if isinstance(v, core.Literal) else found.get(v) for v in jaxpr.outvars]
+            specs.update(zip(eqn.outvars, _result_specs(called(eqn)[0], below)))
+    return [None if isinstance(v, core.Literal) else specs.get(v) for v in jaxpr.outvars]
 
 
 def _check_same(eqn: Any, split: EquationSplit) -> None:

@@ -115,14 +115,14 @@ class _PartialStrategy:
         for number, (_, target, _) in enumerate(graph.edges):
             self._edges[target].append(number)
         machine = tasks.machine
-        levels = [each for each in machine.levels if each.size > 1]
-        self._equal_devices = len(levels) <= 1 and not machine.links and not any(each.shared for each in levels)
+        levels = [level for level in machine.levels if level.size > 1]
+        self._equal_devices = len(levels) <= 1 and not machine.links and not any(level.shared for level in levels)
         self._known_sums: dict[tuple[int, Config], tuple[list[float], list[float]]] = {}
         self._tails = self._shortest_tails()
         self._chosen: list[Config] = []
         self._heads: list[list[float]] = []
         self._ways: list[list[float]] = []
-        self._own: list[float] = []  # of the forward and the backward of one shard
+        self._shard_seconds: list[float] = []  # of the forward and the backward of one shard
         self._load = [0.0] * tasks.routes.num_resources
 
     def _shortest_tails(self) -> list[dict[Config, float]]:
@@ -144,7 +144,7 @@ class _PartialStrategy:
                 if returns:
                     seconds += backward + min(back)
                 below.append((seconds, config))
-            below.sort(key=lambda each: each[0])
+            below.sort(key=lambda pair: pair[0])
             for above in self._choices[source]:
                 least = math.inf
                 for seconds, config in below:
@@ -193,8 +193,8 @@ class _PartialStrategy:
                         back[owner] = max(back[owner], receive)
                 per_output.append((there, back))
             self._known_sums[key] = (
-                [min(each) for each in zip(*(there for there, _ in per_output))],
-                [min(each) for each in zip(*(back for _, back in per_output))],
+                [min(times) for times in zip(*(there for there, _ in per_output))],
+                [min(times) for times in zip(*(back for _, back in per_output))],
             )
         return self._known_sums[key]
 
@@ -208,7 +208,7 @@ class _PartialStrategy:
             loads = self._decide(operator, config)
             bounds.append((self._bound(operator), config))
             self._take_back(loads)
-        bounds.sort(key=lambda each: each[0])
+        bounds.sort(key=lambda pair: pair[0])
         for k, (bound, config) in enumerate(bounds):
             if bound * (1 - _ROUNDING) >= self.seconds:
                 self.left_out += len(bounds) - k
@@ -244,7 +244,7 @@ class _PartialStrategy:
         return max(
             max(self._load),
             work / num_devices,
-            self._own[operator],
+            self._shard_seconds[operator],
             max(heads) + tail + min(ways),
         )
 
@@ -275,7 +275,7 @@ class _PartialStrategy:
         heads = [head + forward for head in heads]
         ways = [way + backward for way in ways]
         self._chosen.append(config)
-        self._own.append(max(map(sum, zip(heads, ways))))
+        self._shard_seconds.append(max(map(sum, zip(heads, ways))))
         self._heads.append(self._after_sums(operator, config, heads, False))
         self._ways.append(self._after_sums(operator, config, ways, True))
         for resource, seconds in loads:
@@ -286,7 +286,7 @@ class _PartialStrategy:
         """Returns the times at which results are there, given the ends of the shards' forwards; for gradients in
         reverse.
         """
-        tasks, found = self._tasks, []
+        tasks, per_output = self._tasks, []
         for tensor in self._graph.operators[operator].outputs:
             result = list(times)
             for owner, shards, num_bytes in tasks.shards.sums(operator, tensor, config.degrees):
@@ -301,14 +301,14 @@ class _PartialStrategy:
                     result[owner] = max(result[owner], times[shard] + send)
                 if not backward:
                     result[owner] += tasks.costs.add_seconds(num_bytes, len(shards))
-            found.append(result)
-        return [min(each) for each in zip(*found)]
+            per_output.append(result)
+        return [min(times) for times in zip(*per_output)]
 
     def _take_back(self, loads: list[tuple[int, float]]) -> None:
         """Undoes `_decide`, whose result is given."""
         for resource, seconds in loads:
             self._load[resource] -= seconds
-        self._own.pop()
+        self._shard_seconds.pop()
         self._heads.pop()
         self._ways.pop()
         self._chosen.pop()

@@ -163,12 +163,12 @@ class _Walk:
             first = len(self.equations)
             results = self.inline(*called(eqn), inputs, repeats, place)
             if name == "custom_jvp_call":
-                for each in self.equations[first:]:
-                    each.in_custom_jvp = True
+                for equation in self.equations[first:]:
+                    equation.in_custom_jvp = True
             return results
         if name == "scan":
             return self._scan(eqn, inputs, repeats, place)
-        constant = all(each.constant for each in inputs)
+        constant = all(value.constant for value in inputs)
         outputs = [_value(v.aval, constant=constant) for v in eqn.outvars]
         self.equations.append(
             FlatEquation(
@@ -190,16 +190,16 @@ class _Walk:
         xs = inputs[num_consts + num_carry :]
         most = max(self.max_equations // max(_count(body.jaxpr), 1), 1)
         turns = max((d for d in range(1, min(most, length) + 1) if length % d == 0), default=0)
-        each = length // turns if turns else 0
+        turn_length = length // turns if turns else 0
         stacked: list[list[Value]] = [[] for _ in eqn.outvars[num_carry:]]
         order = range(turns)[::-1] if eqn.params["reverse"] else range(turns)
         for turn in order:
-            slices = [self._slice(x, turn * each, each, repeats) for x in xs]
+            slices = [self._slice(x, turn * turn_length, turn_length, repeats) for x in xs]
             results = self.inline(
                 body.jaxpr,
                 body.consts,
                 [*consts, *carry, *slices],
-                repeats * each,
+                repeats * turn_length,
                 (*place, (turn, turns)),
             )
             carry = results[:num_carry]
@@ -208,7 +208,7 @@ class _Walk:
         ys = [
             self._stack(
                 stack[:: -1 if eqn.params["reverse"] else 1],
-                each,
+                turn_length,
                 v.aval,
                 repeats,
                 (*place, ("stack", i)),
@@ -228,10 +228,10 @@ class _Walk:
         self.equations.append(FlatEquation("view", [x], [output], params, repeats))
         return output
 
-    def _stack(self, values: list[Value], each: int, aval: Any, repeats: int, place: Place) -> Value:
+    def _stack(self, values: list[Value], turn_length: int, aval: Any, repeats: int, place: Place) -> Value:
         constant = all(value.constant for value in values)
         output = _value(aval, constant=constant)
-        params = {"each": each}
+        params = {"turn_length": turn_length}
         self.equations.append(FlatEquation("stack_turns", values, [output], params, repeats, place=place))
         return output
 
@@ -241,9 +241,9 @@ def _count(jaxpr: Any) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         inner = [
-            getattr(each, "jaxpr", each)
+            getattr(inner_jaxpr, "jaxpr", inner_jaxpr)
             for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-            if (each := eqn.params.get(key)) is not None
+            if (inner_jaxpr := eqn.params.get(key)) is not None
         ]
         times = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
         total += times * sum(map(_count, inner)) if inner else 1

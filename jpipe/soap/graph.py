@@ -148,8 +148,8 @@ class OperatorGraph:
         return [
             (source, i, position)
             for i, operator in enumerate(self.operators)
-            for position, each in enumerate(operator.inputs)
-            if (source := self.tensors[each.tensor].producer) is not None
+            for position, operand in enumerate(operator.inputs)
+            if (source := self.tensors[operand.tensor].producer) is not None
         ]
 
     @functools.cached_property
@@ -162,9 +162,9 @@ class OperatorGraph:
         """Weight -> `(operator, position of the input)` of each use."""
         readers: dict[int, list[tuple[int, int]]] = {}
         for i, operator in enumerate(self.operators):
-            for position, each in enumerate(operator.inputs):
-                if self.tensors[each.tensor].weight is not None:
-                    readers.setdefault(each.tensor, []).append((i, position))
+            for position, operand in enumerate(operator.inputs):
+                if self.tensors[operand.tensor].weight is not None:
+                    readers.setdefault(operand.tensor, []).append((i, position))
         return readers
 
     @functools.cached_property
@@ -176,13 +176,13 @@ class OperatorGraph:
 
     def weights_of(self, operator: int) -> list[str]:
         """Names of the weights that an operator reads."""
-        tensors = [self.tensors[each.tensor] for each in self.operators[operator].inputs]
-        return [each.weight for each in tensors if each.weight is not None]
+        tensors = [self.tensors[operand.tensor] for operand in self.operators[operator].inputs]
+        return [tensor.weight for tensor in tensors if tensor.weight is not None]
 
     @functools.cached_property
     def flops(self) -> float:
         """FLOPs of a forward and a backward."""
-        return sum(each.flops * (1 + each.backward_factor) for each in self.operators)
+        return sum(operator.flops * (1 + operator.backward_factor) for operator in self.operators)
 
 
 def with_kinds(
@@ -203,9 +203,9 @@ def with_kinds(
     """
     samples = [False] * len(sizes)
     splits_weight = [False] * len(sizes)
-    for each in inputs:
-        tensor = tensors[each.tensor]
-        for dim, loop in enumerate(followed(each.access)):
+    for operand in inputs:
+        tensor = tensors[operand.tensor]
+        for dim, loop in enumerate(followed(operand.access)):
             if loop is None:
                 continue
             if tensor.samples and tensor.samples[dim]:

@@ -111,10 +111,10 @@ class Holdings:
             computed = regions.results(number, tensor, config.degrees)
             times = lifetimes.value(number, tensor)
             held += _parts(config, computed, item_bytes, times)
-        for position, each in enumerate(operator.inputs):
-            value = graph.tensors[each.tensor]
+        for position, operand in enumerate(operator.inputs):
+            value = graph.tensors[operand.tensor]
             is_input = value.producer is None and value.weight is None
-            if is_input and lifetimes.first_reader(each.tensor) == number:
+            if is_input and lifetimes.first_reader(operand.tensor) == number:
                 held += self._input(number, position, config)
         return held
 

@@ -117,7 +117,7 @@ def layers_graph(
     states = [layer.state for layer in bound]
     with on_platform("cpu"):
         graph = trace(function, weights, batch, states, key, **options)
-    return LayersGraph(graph, [len(jax.tree.leaves(each)) for each in weights])
+    return LayersGraph(graph, [len(jax.tree.leaves(layer_weights)) for layer_weights in weights])
 
 
 @dataclasses.dataclass(frozen=True)

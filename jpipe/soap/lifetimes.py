@@ -43,8 +43,8 @@ class Lifetimes:
         self.end = 2 * len(graph.operators)
         self._readers: dict[int, list[int]] = {}
         for i, operator in enumerate(graph.operators):
-            for each in operator.inputs:
-                self._readers.setdefault(each.tensor, []).append(i)
+            for operand in operator.inputs:
+                self._readers.setdefault(operand.tensor, []).append(i)
         self.read_by_products = frozenset(
             tensor
             for tensor, readers in self._readers.items()
@@ -77,8 +77,8 @@ class Lifetimes:
 
     def received(self, operator: int, position: int) -> tuple[int, int]:
         """Lifetime of an operand from other devices: from the operator's forward to its backward, if that reads it."""
-        each = self._graph.operators[operator]
-        if each.has_backward and each.inputs[position].kept:
+        reader = self._graph.operators[operator]
+        if reader.has_backward and reader.inputs[position].kept:
             return operator, self.backward(operator)
         return operator, operator
 
@@ -101,8 +101,8 @@ class Lifetimes:
         kept_at = [
             (i, k)
             for i in sorted(set(self._readers[tensor]))
-            for k, each in enumerate(operators[i].inputs)
-            if each.tensor == tensor and each.kept
+            for k, operand in enumerate(operators[i].inputs)
+            if operand.tensor == tensor and operand.kept
         ]
         is_other = any(i != reader for i, _ in kept_at)
         if self._graph.tensors[tensor].kept_for != reader or is_other:

@@ -124,9 +124,9 @@ class Machine:
           The link's name, which is the same for messages that queue for one link, its bandwidth in bytes per second and
           its latency in seconds.
         """
-        for each in self.links:
-            if {source, target} == {each.first, each.second}:
-                return (source, target), each.bandwidth, each.latency
+        for link in self.links:
+            if {source, target} == {link.first, link.second}:
+                return (source, target), link.bandwidth, link.latency
         below = 1
         for i, level in enumerate(self.levels):
             group = below * level.size

@@ -58,10 +58,10 @@ def measure(
     Raises:
       ValueError: if the graph has no equations.
     """
-    each = graph.operators[operator]
-    if each.equations is None:
+    timed = graph.operators[operator]
+    if timed.equations is None:
         raise ValueError(
-            f"operator {shown(each.name)} has no equations to measure: the graph was read from a file. Trace the "
+            f"operator {shown(timed.name)} has no equations to measure: the graph was read from a file. Trace the "
             "function."
         )
     function, values, tensors = local_program(graph, operator, shape)
@@ -72,10 +72,10 @@ def measure(
     forward = _seconds(function, inputs, cold, devices, num_timings)
     backward = 0.0
     places = [i for i, t in enumerate(tensors) if t is not None and graph.tensors[t].has_gradient]
-    if each.has_backward and places:
+    if timed.has_backward and places:
         pull, given, is_cold = _backward(function, inputs, places, cold, rng)
         backward = _seconds(pull, given, is_cold, devices, num_timings)
-    return forward * each.repeats, backward * each.repeats
+    return forward * timed.repeats, backward * timed.repeats
 
 
 def _backward(
@@ -174,8 +174,8 @@ def _seconds(
         first = _elapsed(program, sets, 1)
         counts.append(max(1, math.ceil(_LEAST_SECONDS / first)))
     whole, launched = (
-        statistics.median(each)
-        for each in zip(*([_elapsed(p, sets, n) / n for p, n in zip(programs, counts)] for _ in range(num_timings)))
+        statistics.median(samples)
+        for samples in zip(*([_elapsed(p, sets, n) / n for p, n in zip(programs, counts)] for _ in range(num_timings)))
     )
     # The launch of an operator with little work differs from another launch by noise.
     return max(whole - launched, whole / 20)
@@ -215,8 +215,8 @@ def local_program(
     box = tuple((0, n) for n in shape)
     inputs: dict[Value, tuple[int, ...]] = {}
     numbers: dict[Value, int | None] = {}
-    for each in members:
-        parts = zip(each.equation.inputs, each.reads, each.inner, each.tensors)
+    for member in members:
+        parts = zip(member.equation.inputs, member.reads, member.inner, member.tensors)
         for value, access, inner, tensor in parts:
             if inner is None and value.literal is None:
                 numbers[value] = tensor
@@ -227,10 +227,10 @@ def local_program(
     def run(*arrays: jax.Array) -> list:
         env: dict[Value, Any] = dict(zip(order, arrays))
         results = []
-        for each in members:
-            equation = each.equation
+        for member in members:
+            equation = member.equation
             given = []
-            triples = zip(equation.inputs, each.reads, each.inner)
+            triples = zip(equation.inputs, member.reads, member.inner)
             for value, access, inner in triples:
                 if inner is not None:
                     sizes = tuple(high - low for low, high in read(access, box))
@@ -241,7 +241,7 @@ def local_program(
                     given.append(jnp.asarray(value.literal, value.dtype))
             sizes_of = [
                 tuple(n if d is None else shape[d] for n, d in zip(value.shape, dims))
-                for value, dims in zip(equation.outputs, each.writes)
+                for value, dims in zip(equation.outputs, member.writes)
             ]
             outputs = _bind(equation, given, sizes_of)
             env.update(zip(equation.outputs, outputs))

@@ -144,7 +144,7 @@ def is_direct(
     """Whether the steps between two splits send no more than what devices need and do not have."""
     specs = [
         source,
-        *(each.spec for each in steps_between(shape, source, target, sizes)),
+        *(step.spec for step in steps_between(shape, source, target, sizes)),
     ]
     if specs[-1] != target:
         specs.append(target)

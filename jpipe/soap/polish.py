@@ -56,9 +56,9 @@ class Polish:
             range(space.num_operators),
             key=lambda i: (
                 -sum(
-                    tensors[each.tensor].num_bytes
-                    for each in self._graph.operators[i].inputs
-                    if tensors[each.tensor].weight is not None
+                    tensors[operand.tensor].num_bytes
+                    for operand in self._graph.operators[i].inputs
+                    if tensors[operand.tensor].weight is not None
                 )
             ),
         )

@@ -69,16 +69,16 @@ def _gradient(
     named = dict(params)
     contracting, batch = named["dimension_numbers"]
     operand, other = operands[number], operands[1 - number]
-    own, others = contracting[number], contracting[1 - number]
+    contracted_dims, others = contracting[number], contracting[1 - number]
     own_batch, other_batch = batch[number], batch[1 - number]
-    free = [d for d in range(operand.ndim) if d not in (*own, *own_batch)]
+    free = [d for d in range(operand.ndim) if d not in (*contracted_dims, *own_batch)]
     other_free = [d for d in range(other.ndim) if d not in (*others, *other_batch)]
     # The cotangent has the batch dims, the free dims of the first operand and those of the second.
     shared = tuple(range(len(own_batch)))
     start = len(shared) + (len(free) if number == 0 else 0)
     summed = tuple(range(start, start + len(other_free)))
     other_order = sorted(range(len(others)), key=lambda i: others[i])
-    contracted = [own[i] for i in other_order]
+    contracted = [contracted_dims[i] for i in other_order]
     turned = bool(free) and bool(contracted) and min(contracted) < min(free)
     if turned:
         pair, dims = (other, cotangent), [*own_batch, *contracted, *free]

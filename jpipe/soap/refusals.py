@@ -22,7 +22,7 @@ def reads_tiles(operator: Operator, config: Config) -> bool:
     sizes = tuple(loop.size for loop in operator.loops)
     loops = shard_boxes(sizes, config.degrees)
     # Views between the operand and the operator too: XLA moves their results.
-    reads = [each.access[:end] for each in operator.inputs for end in range(1, len(each.access) + 1)]
+    reads = [operand.access[:end] for operand in operator.inputs for end in range(1, len(operand.access) + 1)]
     return all(_reads_tiles(access, loops) for access in reads)
 
 

@@ -76,7 +76,7 @@ def read(access: Access, box: Box) -> Box:
     """
     empty = False
     for step in access:
-        box = tuple((0, each.size) if each.dim is None else each.range(*box[each.dim]) for each in step)
+        box = tuple((0, dim_map.size) if dim_map.dim is None else dim_map.range(*box[dim_map.dim]) for dim_map in step)
         empty = empty or any(low == high for low, high in box)
     return ((0, 0),) * len(box) if empty else box
 
@@ -86,16 +86,16 @@ def read_all(access: Access, boxes: np.ndarray) -> np.ndarray:
     empty = np.zeros(len(boxes), bool)
     for step in access:
         below = np.zeros((len(boxes), len(step), 2), np.int64)
-        for d, each in enumerate(step):
-            if each.dim is None:
-                below[:, d, 1] = each.size
+        for d, dim_map in enumerate(step):
+            if dim_map.dim is None:
+                below[:, d, 1] = dim_map.size
                 continue
-            low = boxes[:, each.dim, 0] * each.stride + each.offset
-            high = (boxes[:, each.dim, 1] - 1) * each.stride + each.offset
-            first = np.minimum(low, high) // each.divisor
-            last = (np.maximum(low, high) + each.width - 1) // each.divisor
-            first = np.maximum(-(-first // each.dilation), 0)
-            last = np.minimum(last // each.dilation, each.size - 1)
+            low = boxes[:, dim_map.dim, 0] * dim_map.stride + dim_map.offset
+            high = (boxes[:, dim_map.dim, 1] - 1) * dim_map.stride + dim_map.offset
+            first = np.minimum(low, high) // dim_map.divisor
+            last = (np.maximum(low, high) + dim_map.width - 1) // dim_map.divisor
+            first = np.maximum(-(-first // dim_map.dilation), 0)
+            last = np.minimum(last // dim_map.dilation, dim_map.size - 1)
             full = last >= first
             below[:, d, 0] = np.where(full, first, 0)
             below[:, d, 1] = np.where(full, last + 1, 0)
@@ -109,7 +109,7 @@ def followed(access: Access) -> list[int | None]:
     """For each dim at the end of `access`, the dim at its beginning that it follows, or None."""
     dims: list[int | None] | None = None
     for step in access:
-        below = [each.dim for each in step]
+        below = [dim_map.dim for dim_map in step]
         dims = below if dims is None else [None if i is None else dims[i] for i in below]
     assert dims is not None, "an access has at least one step"
     return dims
@@ -117,7 +117,7 @@ def followed(access: Access) -> list[int | None]:
 
 def is_plain(access: Access) -> bool:
     """Whether dims are only permuted, repeated or dropped: a dim of size 1 may be whole."""
-    return all(each.is_plain or (each.dim is None and each.size == 1) for step in access for each in step)
+    return all(dim_map.is_plain or (dim_map.dim is None and dim_map.size == 1) for step in access for dim_map in step)
 
 
 def volume(box: Box) -> int:

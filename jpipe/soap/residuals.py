@@ -190,22 +190,22 @@ class _Analysis:
                 continue
             sources = self._sources[value]
             assert sources is not None, "what nothing computes again is kept"
-            new = [each for each in sources if each not in seen]
+            new = [source for source in sources if source not in seen]
             seen.update(new)
             waiting += new
         return ends
 
     def _cut(self) -> set[Value]:
         kept: set[Value] = set()
-        read = {value for each in self._read for value in each}
+        read = {value for values in self._read for value in values}
         for part in self._parts(read):
             network = Network()
             for value in part:
                 sources = self._sources[value]
                 if sources is None:
                     network.connect(SOURCE, (value, "in"))
-                for each in sources or ():
-                    network.connect((each, "out"), (value, "in"))
+                for source in sources or ():
+                    network.connect((source, "out"), (value, "in"))
                 network.connect((value, "in"), (value, "out"), self._bytes[value])
                 if value in read:
                     network.connect((value, "out"), SINK)
@@ -227,11 +227,11 @@ class _Analysis:
         seen = set(waiting)
         while waiting:
             value = waiting.pop()
-            for each in self._sources[value] or ():
-                above[root(each)] = root(value)
-                if each not in seen:
-                    seen.add(each)
-                    waiting.append(each)
+            for source in self._sources[value] or ():
+                above[root(source)] = root(value)
+                if source not in seen:
+                    seen.add(source)
+                    waiting.append(source)
         parts: dict[Value, list[Value]] = {}
         for value in self._sources:  # in the order of the program
             if value in seen:

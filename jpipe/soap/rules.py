@@ -275,8 +275,8 @@ def _stack(equation: FlatEquation) -> Nest:
 
 
 def _stack_turns(equation: FlatEquation) -> Nest:
-    (output,), each = equation.outputs, equation.params["each"]
-    reads = tuple(stack_access(value.shape, i * each, each) for i, value in enumerate(equation.inputs))
+    (output,), turn_length = equation.outputs, equation.params["turn_length"]
+    reads = tuple(stack_access(value.shape, i * turn_length, turn_length) for i, value in enumerate(equation.inputs))
     return _by_output(output.shape, reads)
 
 

@@ -212,7 +212,7 @@ def starts_of(space: Space, seed: int = 0) -> dict[str, Strategy]:
     """
     starts = default_starts(space.graph, space.num_devices)
     starts["random"] = random_strategy(space, np.random.default_rng(seed))
-    return {name: each for name, each in starts.items() if space.can_run(each)}
+    return {name: start for name, start in starts.items() if space.can_run(start)}
 
 
 class _Budget(NamedTuple):
@@ -360,4 +360,4 @@ class _Search:
 def _excess(simulator: Simulator, limit: float) -> tuple[float, int]:
     """Bytes above the limit, added up over the devices; and the bytes of the fullest device."""
     memory = simulator.memory_bytes
-    return sum(max(each - limit, 0.0) for each in memory), max(memory)
+    return sum(max(used_bytes - limit, 0.0) for used_bytes in memory), max(memory)

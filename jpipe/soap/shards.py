@@ -44,12 +44,12 @@ class Shards:
         pairs = self._pairs.get(key)
         if pairs is None:
             source, target, position = self.graph.edges[number]
-            each = self.graph.operators[target].inputs[position]
+            operand = self.graph.operators[target].inputs[position]
             shared = overlaps(
-                self.regions.writes(source, each.tensor, above),
+                self.regions.writes(source, operand.tensor, above),
                 self.regions.reads(target, position, below),
             )
-            shared *= self.graph.tensors[each.tensor].item_bytes * each.repeats
+            shared *= self.graph.tensors[operand.tensor].item_bytes * operand.repeats
             # In the order of the consumer, and from different producers at once.
             b, a = np.nonzero(shared.T)
             pairs = list(zip(a.tolist(), b.tolist(), shared.T[b, a].tolist()))
@@ -117,8 +117,8 @@ class Shards:
         owners: list[tuple[int, int]] = []
         boxes = []
         readers = self.graph.readers_of_weight[weight]
-        for (i, position), each in zip(readers, degrees):
-            reads = self.regions.reads(i, position, each)
+        for (i, position), degrees_of_reader in zip(readers, degrees):
+            reads = self.regions.reads(i, position, degrees_of_reader)
             owners += [(i, shard) for shard in range(len(reads))]
             boxes.append(reads)
         every = np.concatenate(boxes)

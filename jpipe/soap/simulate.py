@@ -63,7 +63,7 @@ def full_simulation(tasks: Tasks) -> TaskTimes:
     device, seconds = tasks.device, tasks.seconds
     count = len(seconds)
     ready, start, end = [0.0] * count, [0.0] * count, [0.0] * count
-    missing = [len(each) for each in before]
+    missing = [len(tasks_before) for tasks_before in before]
     free = [0.0] * (tasks.routes.num_resources + 1)  # the last is `NOWHERE`
     order: list[int] = []
     queue = [(0.0, key[t], t) for t in tasks.all_tasks() if not before[t]]

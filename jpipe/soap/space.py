@@ -89,11 +89,11 @@ class Space:
             for order in _orders(degrees)
             for devices in _placements(math.prod(degrees), self.num_devices)
         ]
-        allowed = [each for each in configs if self._is_allowed(operator, each)]
+        allowed = [config for config in configs if self._is_allowed(operator, config)]
         if not self._whole:
             return allowed
-        most = max(len(each.devices) for each in allowed)
-        return [each for each in allowed if len(each.devices) == most]
+        most = max(len(config.devices) for config in allowed)
+        return [config for config in allowed if len(config.devices) == most]
 
     def _is_allowed(self, operator: Operator, config: Config) -> bool:
         if self._axes is None:
@@ -184,7 +184,7 @@ def ranges(devices) -> str:
     """
     numbers = sorted(set(devices))
     parts = []
-    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         first, last = members[0], members[-1]
         short = str(first) if first == last else f"{first}-{last}"

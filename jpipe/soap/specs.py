@@ -153,7 +153,7 @@ def tiles(
     sizes: Mapping[str, int],
 ) -> Spec | None:
     """The split in which each device has what its box of loops reads; None if there is none."""
-    split = [each for each in access[0] if each.dim is not None and axes[each.dim]]
+    split = [dim_map for dim_map in access[0] if dim_map.dim is not None and axes[dim_map.dim]]
     if not all(_is_even(step) for step in (split, *access[1:])):
         return None
     spec = _followed_spec(shape, access, axes, sizes)
@@ -221,6 +221,8 @@ def _is_even(step: Sequence) -> bool:
     do.
     """
     return all(
-        each.dim is None or each.is_plain or (each.stride > 0 and -each.width < each.offset <= 0 and each.divisor == 1)
-        for each in step
+        dim_map.dim is None
+        or dim_map.is_plain
+        or (dim_map.stride > 0 and -dim_map.width < dim_map.offset <= 0 and dim_map.divisor == 1)
+        for dim_map in step
     )

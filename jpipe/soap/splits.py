@@ -129,14 +129,14 @@ def splits(
             if exchange := inner[last].exchange:
                 parts = zip(exchange.operands, member.tensors)
                 fetched |= {t for part, t in parts if isinstance(part, Fetch)}
-        for each in operator.inputs:
-            tensor = graph.tensors[each.tensor]
-            if tensor.producer is not None or each.tensor in first:
+        for operand in operator.inputs:
+            tensor = graph.tensors[operand.tensor]
+            if tensor.producer is not None or operand.tensor in first:
                 continue
             # Every device has an input of the function of which shards read parts of each other's.
-            is_whole = each.tensor in fetched and each.tensor in inputs
-            spec = read_spec(tensor.shape, each.access, axes, sizes)
-            first[each.tensor] = None if is_whole else spec
+            is_whole = operand.tensor in fetched and operand.tensor in inputs
+            spec = read_spec(tensor.shape, operand.access, axes, sizes)
+            first[operand.tensor] = None if is_whole else spec
     arguments = [
         first.get(number) or ((),) * len(tensor.shape)
         for number, tensor in enumerate(graph.tensors)
@@ -224,7 +224,7 @@ def _window_of_view(
     part = boxes_of(shape, after, {k: n for k, n in sizes.items() if k in used})
     shapes = [tuple((part[0, :, 1] - part[0, :, 0]).tolist())]
     for step in view:
-        whole, shape = shape, tuple(each.size for each in step)
+        whole, shape = shape, tuple(dim_map.size for dim_map in step)
         if step == identity(whole):
             continue  # of no equation
         part = read_all((step,), part)
@@ -240,6 +240,6 @@ def _window_of_view(
 
 def _is_all_read(step: Sequence[DimMap], below: Sequence[int], above: Sequence[int]) -> bool:
     """Whether a box of a view has all of a box of an array below it, but for the holes of strides."""
-    if all(each.dim is not None and each.divisor == each.width == 1 for each in step):
-        return all(-(-n // abs(each.stride)) == above[each.dim or 0] for each, n in zip(step, below))
+    if all(dim_map.dim is not None and dim_map.divisor == dim_map.width == 1 for dim_map in step):
+        return all(-(-n // abs(dim_map.stride)) == above[dim_map.dim or 0] for dim_map, n in zip(step, below))
     return math.prod(below) == math.prod(above)

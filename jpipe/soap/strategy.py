@@ -166,7 +166,7 @@ def _largest_divisor(size: int, limit: int) -> int:
 
 def data_parallel(graph: OperatorGraph, num_devices: int) -> Strategy:
     """Every operator is split by samples over as many devices as divide them; others run on device 0."""
-    return tuple(_by_samples(each, num_devices) for each in graph.operators)
+    return tuple(_by_samples(operator, num_devices) for operator in graph.operators)
 
 
 def _by_samples(operator: Operator, num_devices: int) -> Config:
@@ -225,15 +225,17 @@ def megatron(graph: OperatorGraph, num_devices: int) -> Strategy:
     for operator in graph.operators:
         loop = None
         has_weight = False
-        for each in operator.inputs:
-            has_weight |= tensors[each.tensor].weight is not None
-            dim = split_dim.get(each.tensor)
+        for operand in operator.inputs:
+            has_weight |= tensors[operand.tensor].weight is not None
+            dim = split_dim.get(operand.tensor)
             if dim is not None and loop is None:
                 # The loop that follows the split dim, whatever the views between do to it.
-                loop = followed(each.access)[dim]
+                loop = followed(operand.access)[dim]
         if loop is None and operator.kind == "dot_general" and has_weight:
             columns = [
-                i for i, each in enumerate(operator.loops) if each.kind == PARAMETER and each.size % num_devices == 0
+                i
+                for i, looped in enumerate(operator.loops)
+                if looped.kind == PARAMETER and looped.size % num_devices == 0
             ]
             loop = columns[-1] if columns else None
         splits = loop is not None and operator.loops[loop].can_split and operator.loops[loop].size % num_devices == 0
@@ -278,38 +280,38 @@ def from_records(graph: OperatorGraph, records: Sequence[Mapping], num_devices: 
     Raises:
       ValueError: if it does not fit the graph or the devices.
     """
-    names = [each.name for each in graph.operators]
+    names = [operator.name for operator in graph.operators]
     given: dict[str, Mapping] = {}
     if not isinstance(records, list | tuple):
         raise ValueError(f"a strategy is a list, got {shown(records)}.")
-    for each in records:
-        if not isinstance(each, Mapping) or set(each) != _FIELDS:
-            raise ValueError(f"a strategy is a list of `operator`, `degrees` and `devices`, got {shown(each)}.")
-        name = each["operator"]
+    for record in records:
+        if not isinstance(record, Mapping) or set(record) != _FIELDS:
+            raise ValueError(f"a strategy is a list of `operator`, `degrees` and `devices`, got {shown(record)}.")
+        name = record["operator"]
         if name not in names:
             raise ValueError(f"the graph has no operator {shown(name)}.{did_you_mean(name, names)}")
-        if not isinstance(each["degrees"], Mapping):
+        if not isinstance(record["degrees"], Mapping):
             raise ValueError(
-                f"operator {shown(name)}: degrees are by kind and number of the loop, got {shown(each['degrees'])}."
+                f"operator {shown(name)}: degrees are by kind and number of the loop, got {shown(record['degrees'])}."
             )
-        given[name] = each
+        given[name] = record
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"the strategy lacks operator {shown(missing[0])}.")
     strategy = []
     for operator in graph.operators:
-        each = given[operator.name]
+        record = given[operator.name]
         wanted = [f"{loop.kind}{i}" for i, loop in enumerate(operator.loops)]
-        if set(each["degrees"]) != set(wanted):
+        if set(record["degrees"]) != set(wanted):
             raise ValueError(
                 f"operator {shown(operator.name)} has the loops {', '.join(wanted)}, got "
-                f"{shown(list(each['degrees']))}."
+                f"{shown(list(record['degrees']))}."
             )
-        degrees = [each["degrees"][name] for name in wanted]
+        degrees = [record["degrees"][name] for name in wanted]
         strategy.append(
             Config(
                 _whole_numbers(operator.name, "degrees", degrees),
-                _whole_numbers(operator.name, "devices", each["devices"]),
+                _whole_numbers(operator.name, "devices", record["devices"]),
             )
         )
     check_strategy(graph, strategy, num_devices)
@@ -322,7 +324,7 @@ _FIELDS = {"operator", "degrees", "devices"}
 def _whole_numbers(operator: str, what: str, values: Any) -> tuple[int, ...]:
     """The degrees or the devices of an operator, as a file has them."""
     are_whole = isinstance(values, list | tuple) and all(
-        isinstance(each, int) and not isinstance(each, bool) for each in values
+        isinstance(value, int) and not isinstance(value, bool) for value in values
     )
     if not are_whole:
         raise ValueError(f"operator {shown(operator)}: {what} must be whole numbers, got {shown(values)}.")

@@ -156,7 +156,7 @@ class _GraphBuilder:
             self._tensors[number] = dataclasses.replace(self._tensors[number], kept_for=reader)
         for i, operator in enumerate(operators):
             numbers = {self._number[v] for v in chosen.reads[i] if v in self._number}
-            inputs = tuple(dataclasses.replace(each, kept=each.tensor in numbers) for each in operator.inputs)
+            inputs = tuple(dataclasses.replace(operand, kept=operand.tensor in numbers) for operand in operator.inputs)
             operators[i] = dataclasses.replace(operator, inputs=inputs, residuals=tuple(inside.get(i, ())))
 
     def _resolve(self) -> list[FlatEquation]:
@@ -226,8 +226,8 @@ class _GraphBuilder:
         first = members[0].equation
         repeats = first.repeats
         inputs: dict[tuple[Value, Access], None] = {}
-        for each in members:
-            triples = zip(each.equation.inputs, each.reads, each.inner)
+        for member in members:
+            triples = zip(member.equation.inputs, member.reads, member.inner)
             for value, access, inner in triples:
                 base, below = self._refs[value]
                 if inner is None and base in self._number:
@@ -245,11 +245,11 @@ class _GraphBuilder:
             read,
             self._tensors,
         )
-        differentiable = sum(self._tensors[each.tensor].has_gradient for each in read)
+        differentiable = sum(self._tensors[operand.tensor].has_gradient for operand in read)
         kind = "elementwise" if group.is_run else first.primitive
         factor = float(differentiable if kind in PRODUCTS else min(differentiable, 2))
         outputs = []
-        results = (v for each in members for v in each.equation.outputs)
+        results = (v for member in members for v in member.equation.outputs)
         for value, dims in zip(results, nest.writes):
             if set(group.equations).issuperset(readers.get(value, ())):
                 continue
@@ -329,7 +329,7 @@ class _GraphBuilder:
             tuple(group.sizes),
             tuple(group.can_split),
             (),
-            tuple(dims for each in members for dims in each.writes),
+            tuple(dims for member in members for dims in member.writes),
             work / points if points else 0.0,
         )
         return nest, members
@@ -341,17 +341,17 @@ def _mark_samples(operators: list[Operator], tensors: list[Tensor]) -> None:
     A recurrent state that begins with zeros has rows too, which its first operator does not show.
     """
     for i in reversed(range(len(operators))):
-        for each in operators[i].inputs:
-            tensor = tensors[each.tensor]
+        for operand in operators[i].inputs:
+            tensor = tensors[operand.tensor]
             if tensor.producer is None:
                 continue
             producer = operators[tensor.producer]
             loops = list(producer.loops)
-            for dim, loop in zip(tensor.writes, followed(each.access)):
+            for dim, loop in zip(tensor.writes, followed(operand.access)):
                 if loop is None or dim is None or not operators[i].loops[loop].samples:
                     continue
                 if loops[dim].kind == ATTRIBUTE:
                     loops[dim] = dataclasses.replace(loops[dim], kind=SAMPLE, samples=True)
             operators[tensor.producer] = dataclasses.replace(producer, loops=tuple(loops))
             samples = tuple(d is not None and loops[d].samples for d in tensor.writes)
-            tensors[each.tensor] = dataclasses.replace(tensor, samples=samples)
+            tensors[operand.tensor] = dataclasses.replace(tensor, samples=samples)
