@@ -40,13 +40,13 @@ class Builder:
 
     def _lanes(self) -> dict[tuple[str, int, int], int]:
         """`(operation, column, tick in the table)` -> lane."""
-        found = {}
+        lanes = {}
         for name, operations in self.lowered.operations.items():
             for t, d, lane in np.argwhere(operations.stage >= 0).tolist():
                 if d == self.device:
                     key = name, int(operations.column[t, d, lane]), t
-                    found[key] = 0 if name == "update" else lane
-        return found
+                    lanes[key] = 0 if name == "update" else lane
+        return lanes
 
     def at(self, name: str, column: int, tick: int, fraction: float) -> float:
         """The time at which a fraction of a column's operation is over."""

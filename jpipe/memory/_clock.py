@@ -98,13 +98,13 @@ class Clock:
         for i, (name, lane) in enumerate(self.phases):
             if name not in self._layers:
                 continue
-            of_layers = self._layers[name]
+            layer_seconds = self._layers[name]
             stages = self.lowered.operations[name].stage
             lanes = range(stages.shape[2]) if name == "update" else [lane]
             for t, d, j in np.argwhere(stages >= 0).tolist():
                 if j in lanes:
                     s = int(stages[t, d, j])
-                    lengths[t, d, i] += sum(of_layers[self.starts[s] : self.starts[s + 1]])
+                    lengths[t, d, i] += sum(layer_seconds[self.starts[s] : self.starts[s + 1]])
         update = self._number.get(("update", 0))
         work = lengths.copy()
         if update is not None:

@@ -51,7 +51,7 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
         if allocation.parameter is not None:
             blocks.append(_argument(allocation, program))
         elif allocation.is_result:
-            blocks += _of_result(allocation, number, period)
+            blocks += _result_blocks(allocation, number, period)
         elif allocation.is_temporary:
             listed = [_block(v, "temporary") for v in allocation.values if v.num_bytes]
             free = idle_blocks(f"temporaries {number}", allocation.num_bytes, listed, period)
@@ -63,11 +63,11 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
 def _argument(allocation: Allocation, program: HloProgram) -> Block:
     """An argument lives all the time; a donated one holds a result in the end."""
     entry = [
-        one
-        for one in program.order
-        if one.opcode == "parameter"
-        and one.parameter == allocation.parameter
-        and not program.enclosing(program.position[one.id])
+        instruction
+        for instruction in program.order
+        if instruction.opcode == "parameter"
+        and instruction.parameter == allocation.parameter
+        and not program.enclosing(program.position[instruction.id])
     ]
     name = entry[0].op_name or entry[0].name if entry else f"{allocation.parameter}"
     accesses = {
@@ -86,7 +86,7 @@ def _argument(allocation: Allocation, program: HloProgram) -> Block:
     )
 
 
-def _of_result(allocation: Allocation, number: int, period: float) -> list[Block]:
+def _result_blocks(allocation: Allocation, number: int, period: float) -> list[Block]:
     """The values in an allocation that leaves the function: it may hold temporaries before the result."""
     listed = [_block(value, "temporary") for value in allocation.values]
     last = max(range(len(listed)), key=lambda i: listed[i].freed)
@@ -96,10 +96,10 @@ def _of_result(allocation: Allocation, number: int, period: float) -> list[Block
 
 
 def _block(value: HloValue, use: str) -> Block:
-    one = value.instruction
-    name = f"{short(one.op_name)} ({one.name})"
-    if one.source:
-        name += f" at {one.source}"
+    instruction = value.instruction
+    name = f"{short(instruction.op_name)} ({instruction.name})"
+    if instruction.source:
+        name += f" at {instruction.source}"
     accesses = [(float(t), "write") for t in value.writes]
     accesses += [(float(t), "read") for t in value.reads]
     return Block(

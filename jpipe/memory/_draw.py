@@ -89,9 +89,9 @@ def draw(timeline: Drawn, path: str | os.PathLike[str], panels: Sequence[str] = 
     panels = panels or PANELS
     rows = _rows(timeline)
     heights = {"bytes": 2.8, "blocks": 0.5 + 0.13 * len(rows), "intervals": 2.6}
-    of_panels = [heights[name] for name in panels]
-    figure = Figure(figsize=(9, sum(of_panels) + 0.5), layout="constrained")
-    grid = figure.add_gridspec(len(panels), 2, height_ratios=of_panels)
+    panel_heights = [heights[name] for name in panels]
+    figure = Figure(figsize=(9, sum(panel_heights) + 0.5), layout="constrained")
+    grid = figure.add_gridspec(len(panels), 2, height_ratios=panel_heights)
     for i, name in enumerate(panels):
         if name == "intervals":
             _histogram(timeline, figure.add_subplot(grid[i, 0]))
@@ -124,7 +124,7 @@ def _stack(timeline: Drawn, axes: "Axes") -> None:
     """Bytes by use over time. Idle bytes are drawn above them if they leave them room, and are said otherwise."""
     by_use = dict(timeline.by_use())
     factor, unit = _unit(timeline.peak)
-    used = sum(of_use for use, of_use in by_use.items() if use != "idle")
+    used = sum(use_bytes for use, use_bytes in by_use.items() if use != "idle")
     most = timeline.peak
     if np.max(used) < _LEAST_SHARE * timeline.peak:
         by_use.pop("idle")
@@ -140,11 +140,11 @@ def _stack(timeline: Drawn, axes: "Axes") -> None:
         )
     moments = np.append(timeline.moments, timeline.period)
     bottom = np.zeros(len(moments))
-    for use, of_use in by_use.items():
-        top = bottom + np.append(of_use, of_use[-1]) / factor
+    for use, use_bytes in by_use.items():
+        top = bottom + np.append(use_bytes, use_bytes[-1]) / factor
         axes.fill_between(
             moments, bottom, top, step="post", color=COLORS[use], lw=0,
-            label=use if np.max(of_use) > _LEAST_SEEN * most else None,
+            label=use if np.max(use_bytes) > _LEAST_SEEN * most else None,
         )  # fmt: skip
         bottom = top
     for mark in timeline.marks[1:]:

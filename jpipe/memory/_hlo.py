@@ -48,7 +48,7 @@ def ints(value: int | bytes) -> list[int]:
     """A repeated field of integers, packed or not."""
     if isinstance(value, int):
         return [value]
-    found, at = [], 0
+    values, at = [], 0
     while at < len(value):
         result = shift = 0
         while True:
@@ -58,15 +58,15 @@ def ints(value: int | bytes) -> list[int]:
             shift += 7
             if byte < 128:
                 break
-        found.append(result)
-    return found
+        values.append(result)
+    return values
 
 
 def _all(data: bytes) -> dict[int, list]:
-    found: dict[int, list] = {}
+    by_number: dict[int, list] = {}
     for number, value in fields(data):
-        found.setdefault(number, []).append(value)
-    return found
+        by_number.setdefault(number, []).append(value)
+    return by_number
 
 
 class Instruction(NamedTuple):
@@ -160,13 +160,13 @@ class HloProgram:
 
     def enclosing(self, position: int) -> list[Instruction]:
         """The calls in which an instruction runs, from the outside."""
-        found = []
+        calls = []
         computation = self.order[position].id >> 32
         while computation in self._caller:
             call = self._caller[computation]
-            found.append(call)
+            calls.append(call)
             computation = call.id >> 32
-        return found[::-1]
+        return calls[::-1]
 
     # -- The module
 
@@ -181,31 +181,31 @@ class HloProgram:
             self._root[number] = computation[6][0]
             ids = []
             for data in computation[2]:
-                one = _instruction(data, frames)
-                self._instructions[one.id] = one
-                ids.append(one.id)
+                instruction = _instruction(data, frames)
+                self._instructions[instruction.id] = instruction
+                ids.append(instruction.id)
             self._sequence[number] = ids
         for entry in fields(module[7][0]) if 7 in module else ():
             pair = _all(entry[1])
             listed = [i for v in _all(pair[2][0]).get(1, []) for i in ints(v)]
             self._sequence[pair[1][0]] = listed
         self._users: dict[int, list[Instruction]] = {}
-        for one in self._instructions.values():
-            for operand in one.operands:
-                self._users.setdefault(operand, []).append(one)
+        for instruction in self._instructions.values():
+            for operand in instruction.operands:
+                self._users.setdefault(operand, []).append(instruction)
 
     def _flatten(self, computation: int) -> None:
         first = len(self.order)
         for number in self._sequence[computation]:
-            one = self._instructions[number]
-            if one.opcode in _CALLS:
+            instruction = self._instructions[number]
+            if instruction.opcode in _CALLS:
                 # A loop evaluates its condition, the second, before its body.
-                for called in one.called[::-1] if one.opcode == "while" else one.called:
+                for called in instruction.called[::-1] if instruction.opcode == "while" else instruction.called:
                     if called not in self.span_of:
-                        self._caller[called] = one
+                        self._caller[called] = instruction
                         self._flatten(called)
             self.position[number] = len(self.order)
-            self.order.append(one)
+            self.order.append(instruction)
         self.span_of[computation] = first, len(self.order)
 
     # -- Allocations
@@ -218,27 +218,27 @@ class HloProgram:
         for data in assignment.get(2, []):
             alias = _all(data)
             places.setdefault(alias.get(1, [0])[0], []).append(_place(alias[2][0]))
-        found = []
+        allocations = []
         for data in assignment.get(3, []):
-            one = _all(data)
-            flag = {n: bool(one.get(n, [0])[0]) for n in (3, 5, 7, 12)}
+            by_number = _all(data)
+            flag = {n: bool(by_number.get(n, [0])[0]) for n in (3, 5, 7, 12)}
             values = []
-            for assigned in map(_all, one.get(9, [])):
+            for assigned in map(_all, by_number.get(9, [])):
                 at = places[assigned.get(1, [0])[0]]
                 size, offset = (assigned.get(n, [0])[0] for n in (3, 2))
                 value = self._value(at, size, offset)
                 if value is not None:
                     values.append(value)
-            found.append(
+            allocations.append(
                 Allocation(
-                    one.get(2, [0])[0],
-                    one.get(6, [0])[0] if flag[5] else None,
+                    by_number.get(2, [0])[0],
+                    by_number.get(6, [0])[0] if flag[5] else None,
                     flag[7],
                     not (flag[3] or flag[5] or flag[7] or flag[12]),
                     joined(values),
                 )
             )
-        return found
+        return allocations
 
     def _value(self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int) -> HloValue | None:
         """A value that occurs at some places, the first of them where it is defined; None if it never runs."""
@@ -319,22 +319,22 @@ def _place(data: bytes) -> tuple[int, tuple[int, ...]]:
 
 
 def _instruction(data: bytes, frames: Sequence[str]) -> Instruction:
-    one = _all(data)
-    metadata = _all(one[7][0]) if 7 in one and one[7][0] else {}
+    by_number = _all(data)
+    metadata = _all(by_number[7][0]) if 7 in by_number and by_number[7][0] else {}
     frame = metadata.get(15, [0])[0]
     source = frames[frame - 1] if 0 < frame <= len(frames) else ""
     if not source and 3 in metadata:
         source = f"{metadata[3][0].decode()}:{metadata.get(4, [0])[0]}"
     return Instruction(
-        one[35][0],
-        one[1][0].decode(),
-        one[2][0].decode(),
+        by_number[35][0],
+        by_number[1][0].decode(),
+        by_number[2][0].decode(),
         metadata.get(2, [b""])[0].decode(),
         source,
-        tuple(i for v in one.get(36, []) for i in ints(v)),
-        tuple(i for v in one.get(38, []) for i in ints(v)),
-        one.get(13, [0])[0],
-        one.get(9, [0])[0],
+        tuple(i for v in by_number.get(36, []) for i in ints(v)),
+        tuple(i for v in by_number.get(38, []) for i in ints(v)),
+        by_number.get(13, [0])[0],
+        by_number.get(9, [0])[0],
     )
 
 
@@ -343,16 +343,16 @@ def _frames(data: bytes) -> list[str]:
     index = _all(data)
     files = [name.decode() for name in index.get(1, [])]
     locations = [_all(v) for v in index.get(3, [])]
-    found = []
+    places = []
     for frame in map(_all, index.get(4, [])):
         number = frame.get(1, [0])[0]
         if not number:
-            found.append("")
+            places.append("")
             continue
         location = locations[number - 1]
         file = files[location.get(1, [1])[0] - 1]
-        found.append(f"{file}:{location.get(3, [0])[0]}")
-    return found
+        places.append(f"{file}:{location.get(3, [0])[0]}")
+    return places
 
 
 def program_of(compiled: Any) -> HloProgram | None:

@@ -111,8 +111,8 @@ def optimizer(builder: Builder, _: int) -> list[Block]:
         pieces = updates.programs[updates.program_of_stage[s]].state
         size: int = sum(
             builder.layout.leaf_bytes([piece.place], updates.state.arrays)
-            for of_leaf in pieces
-            for piece in of_leaf
+            for leaf_pieces in pieces
+            for piece in leaf_pieces
             if piece.share in (None, 0) and not piece.place.on_host
         )
         times = [

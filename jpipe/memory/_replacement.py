@@ -119,12 +119,12 @@ def _next_uses(whole: Sequence[tuple[Hashable, str]], period: int | None) -> lis
     if period is not None:
         for j in range(period - 1, -1, -1):
             following[whole[j][0]] = float(len(whole) + j)
-    found = [0.0] * len(whole)
+    positions = [0.0] * len(whole)
     for i in range(len(whole) - 1, -1, -1):
         block = whole[i][0]
-        found[i] = following.get(block, float("inf"))
+        positions[i] = following.get(block, float("inf"))
         following[block] = float(i)
-    return found
+    return positions
 
 
 def _check(trace: Sequence, sizes: Mapping, capacity: int, policy: str, rounds: int) -> None:
@@ -164,10 +164,10 @@ def accesses_of(
             "weight stash",
             "split residual",
         )
-    found: list[tuple[float, bool, str]] = []
+    accesses: list[tuple[float, bool, str]] = []
     sizes: dict[str, int] = {}
     for block in timeline.blocks:
         if block.use in uses and block.num_bytes and block.accesses:
             sizes[block.name] = max(sizes.get(block.name, 0), block.num_bytes)
-            found += [(a.time % timeline.period, a.kind == "write", block.name) for a in block.accesses]
-    return [(name, "write" if write else "read") for _, write, name in sorted(set(found))], sizes
+            accesses += [(a.time % timeline.period, a.kind == "write", block.name) for a in block.accesses]
+    return [(name, "write" if write else "read") for _, write, name in sorted(set(accesses))], sizes

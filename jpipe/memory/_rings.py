@@ -193,7 +193,7 @@ def _arrival(builder: Builder, route: Any, tick: int) -> float:
 def _inboxes(builder: Builder) -> dict[str, list[Block]]:
     """Inbox -> the messages in it."""
     schedule = builder.schedule
-    found: dict[str, list[Block]] = {}
+    inboxes: dict[str, list[Block]] = {}
     for route, source, sender, target, column, m in _messages(builder):
         if column not in builder.columns:
             continue
@@ -202,7 +202,7 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
         backward = int(schedule.backward_ticks()[m, column])
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
-        listed = found.setdefault(route.inbox, [])
+        listed = inboxes.setdefault(route.inbox, [])
         if route.operation == "backward":
             read = builder.at("backward", column, backward, 1.0)
             accesses = [(arrived, "write"), (read, "read")]
@@ -228,7 +228,7 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
                     stage=target,
                 )
             )
-    return found
+    return inboxes
 
 
 def _on_their_way(

@@ -40,21 +40,21 @@ def temporaries(compiled: Any, builder: Builder, num_bytes: int) -> list[Block]:
 
 def _scopes(program: HloProgram) -> dict[int, tuple[str, set[int], int, int, int]]:
     """Id of a conditional -> operation, stages, lane, and the positions where its branches begin and end."""
-    found: dict[int, tuple[str, set[int], int, int, int]] = {}
+    scopes: dict[int, tuple[str, set[int], int, int, int]] = {}
     lanes: dict[Scope, int] = {}
-    for position, one in enumerate(program.order):
-        if one.opcode != "conditional":
+    for position, instruction in enumerate(program.order):
+        if instruction.opcode != "conditional":
             continue
-        spans = [program.span_of[c] for c in one.called]
+        spans = [program.span_of[c] for c in instruction.called]
         begin, end = min(a for a, _ in spans), position + 1
-        scope = Scope.found_in(one.op_name)
+        scope = Scope.found_in(instruction.op_name)
         if scope is not None:
             lane = lanes.get(scope, 0)
-            found[one.id] = scope.operation, set(scope.stages), lane, begin, end
+            scopes[instruction.id] = scope.operation, set(scope.stages), lane, begin, end
             lanes[scope] = lane + 1
-        elif _ALL.search(one.op_name):
-            found[one.id] = "update", set(), 0, begin, end
-    return found
+        elif _ALL.search(instruction.op_name):
+            scopes[instruction.id] = "update", set(), 0, begin, end
+    return scopes
 
 
 def _tick_loop(program: HloProgram, scopes: dict) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def _blocks(
 
 def _running(t: int, scopes: dict, builder: Builder) -> list[tuple]:
     """The scopes that the device runs in a tick, in their order."""
-    found = []
+    running = []
     for scope in scopes.values():
         operation, stages, lane, *_ = scope
         table = builder.lowered.operations[operation].stage
@@ -145,5 +145,5 @@ def _running(t: int, scopes: dict, builder: Builder) -> list[tuple]:
         else:
             runs = lane < table.shape[2] and int(table[t, builder.device, lane]) in stages
         if runs:
-            found.append(scope)
-    return sorted(found, key=lambda s: s[3])
+            running.append(scope)
+    return sorted(running, key=lambda s: s[3])

@@ -68,10 +68,10 @@ class Timeline:
         moments = self.moments
         change: dict[str, np.ndarray] = {}
         for block in self.blocks:
-            of_use = change.setdefault(block.use, np.zeros(len(moments) + 1, np.int64))
+            use_change = change.setdefault(block.use, np.zeros(len(moments) + 1, np.int64))
             for start, stop in spans(block, self.period):
-                of_use[np.searchsorted(moments, start)] += block.num_bytes
-                of_use[np.searchsorted(moments, stop)] -= block.num_bytes
+                use_change[np.searchsorted(moments, start)] += block.num_bytes
+                use_change[np.searchsorted(moments, stop)] -= block.num_bytes
         return {use: np.cumsum(change[use])[:-1] for use in USES if use in change}
 
     @property
@@ -102,8 +102,8 @@ class Timeline:
     def at(self, time: float) -> list[Block]:
         """The blocks that live at a time, the largest first."""
         time = time % self.period
-        found = [block for block in self.blocks for start, stop in spans(block, self.period) if start <= time < stop]
-        return sorted(found, key=lambda block: -block.num_bytes)
+        blocks = [block for block in self.blocks for start, stop in spans(block, self.period) if start <= time < stop]
+        return sorted(blocks, key=lambda block: -block.num_bytes)
 
     # -- Accesses
 
@@ -117,15 +117,15 @@ class Timeline:
         for block in self.blocks:
             if block.accesses:
                 arrays.setdefault(block.name, []).append(block)
-        found = []
+        intervals = []
         for name, blocks in arrays.items():
             times = sorted({a.time for block in blocks for a in block.accesses})
             size = max(block.num_bytes for block in blocks)
             lives = sum(block.freed - block.allocated for block in blocks)
             if lives >= self.period:
                 times.append(max(times[0] + self.period, times[-1]))
-            found += [Interval(name, blocks[0].use, size, a, b - a) for a, b in itertools.pairwise(times) if b > a]
-        return found
+            intervals += [Interval(name, blocks[0].use, size, a, b - a) for a, b in itertools.pairwise(times) if b > a]
+        return intervals
 
     def swap_candidates(self, to_host: float, to_device: float | None = None) -> list[Interval]:
         """The intervals in which an array can go to the host and come back: length >= bytes / to_host + bytes /
@@ -150,12 +150,12 @@ class Timeline:
         for name, rate in (("to_host", to_host), ("to_device", to_device)):
             if not rate > 0:
                 raise ValueError(f"`{name}` must be above 0 bytes per second, got {shown(rate)}.")
-        found = [
+        candidates = [
             interval
             for interval in self.intervals()
             if interval.length >= interval.num_bytes / to_host + interval.num_bytes / to_device
         ]
-        return sorted(found, key=lambda i: -i.num_bytes * i.length)
+        return sorted(candidates, key=lambda i: -i.num_bytes * i.length)
 
     # -- Output
 
@@ -177,8 +177,8 @@ class Timeline:
             "",
             f"{'use':16}{'then':>12}{'least':>12}{'most':>12}",
         ]
-        for use, of_use in by_use.items():
-            sizes = of_use[now], of_use.min(), of_use.max()
+        for use, use_bytes in by_use.items():
+            sizes = use_bytes[now], use_bytes.min(), use_bytes.max()
             lines.append(f"{use:16}" + "".join(f"{size_text(n):>12}" for n in sizes))
         blocks = [b for b in self.at(self.peak_time) if b.use != "idle"]
         shown = blocks[:num_blocks]
@@ -310,7 +310,7 @@ def idle_blocks(
     assert used.max() <= num_bytes, (
         f"{name}: {used.max()} bytes in use at {moments[used.argmax()]}, and {num_bytes} are allocated"
     )
-    found = []
+    idle = []
     open_: list[tuple[int, int, float]] = []  # (bottom, top, start) of rectangles
     for time, free in zip([*moments, period], [*(num_bytes - used), 0]):
         height = open_[-1][1] if open_ else 0
@@ -318,13 +318,13 @@ def idle_blocks(
             bottom, top, start = open_.pop()
             cut = max(bottom, int(free))
             words = f"{name}: free"
-            found.append(Block(words, "idle", top - cut, start, float(time), (), device=device))
+            idle.append(Block(words, "idle", top - cut, start, float(time), (), device=device))
             if cut > bottom:
                 open_.append((bottom, cut, start))
             height = cut
         if free > height:
             open_.append((height, int(free), float(time)))
-    return found
+    return idle
 
 
 def _time(time: float) -> str:
