@@ -180,13 +180,13 @@ class TimedLoop:
                 # One `cond` per member: a `switch` over all of them would copy the arrays of the
                 # members that it does not run.
                 return [
-                    lax.cond(whose == m, functools.partial(turn, m), lambda *own: own, *own)
-                    for m, own in enumerate(carry)
+                    lax.cond(whose == m, functools.partial(turn, m), lambda *arrays: arrays, *arrays)
+                    for m, arrays in enumerate(carry)
                 ]
 
             return lax.fori_loop(0, num_turns, once, carry)
 
-        each = jax.shard_map(
+        loop = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=PartitionSpec(),
@@ -197,11 +197,11 @@ class TimedLoop:
         reads = [member.reads for member in members]
         self._reads, self._carry = jax.device_put((reads, carry), self._everywhere)
         given = self._given([0], 1)
-        lowered = jax.jit(each, donate_argnums=4).lower(*given, self._reads, self._carry)
+        lowered = jax.jit(loop, donate_argnums=4).lower(*given, self._reads, self._carry)
         self._run = lowered.compile()
         self._alone = [[m] for m in range(len(members))]
-        for own in self._alone:
-            self._seconds(own, SLOTS)  # fills every slot with the result of a turn
+        for members_alone in self._alone:
+            self._seconds(members_alone, SLOTS)  # fills every slot with the result of a turn
 
     @property
     def carries(self) -> list[dict]:
@@ -243,7 +243,7 @@ class TimedLoop:
         analysis = self._run.memory_analysis()
         temporary = 0 if analysis is None else int(analysis.temp_size_in_bytes)
         member_seconds = np.transpose(samples).tolist()
-        return [Measured(Seconds.of(own), temporary) for own in member_seconds]
+        return [Measured(Seconds.of(samples_of_member), temporary) for samples_of_member in member_seconds]
 
 
 def groups_of(sizes: Sequence[int]) -> list[list[int]]:

@@ -169,7 +169,7 @@ class _Subject:
             "state": state,
             "split_residuals": kind.split_residuals,
         }
-        self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
+        self.packs = {n: Packing.of([[*map(Leaf, avals)]]) for n, avals in leaves.items()}
         places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
         sums = tuple(
             PlacedSum(AS_PARAMETERS.plain(Leaf(a)), (place,)) for a, place in zip(kind.parameters, places["parameters"])
@@ -264,16 +264,16 @@ class _Subject:
         arrays = add_gradients(carry["gradients"], self._run, gradients, lambda: [row], 0)
         return {"gradients": arrays}
 
-    def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
+    def _with_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
         parameters = self._at_hand(reads, row)
         return program(parameters, self._stash(reads, slot), reads["output_grads"])
 
     def _backward(self, reads: dict, carry: dict, slot, row) -> dict:
-        own, inputs = self._of_output_grads(self.kind.backward, reads, slot, row)
-        return {"input_grads": inputs, **self._accumulated(carry, own, row)}
+        gradients, inputs = self._with_output_grads(self.kind.backward, reads, slot, row)
+        return {"input_grads": inputs, **self._accumulated(carry, gradients, row)}
 
     def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
-        inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
+        inputs, left = self._with_output_grads(self.kind.input_grad, reads, slot, row)
         old = {"split_residuals": carry["split_residuals"]}
         places = self._run.split_residuals
         rings = write_stash(old, "split_residuals", places, left, lambda _: [slot])

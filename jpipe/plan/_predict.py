@@ -304,7 +304,7 @@ def predict_memory(
     memory = Memory(
         **sizes,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
-        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)) + sum(slots.values()),
+        temporaries=max(_temporary_bytes(layer) for layer in (*layers, profile.loss)) + sum(slots.values()),
         padding=max(held - used // schedule.num_devices, 0),
         host=sum(map(math.floor, on_host.values())) + sum(layout.host_bytes(_UNPADDED).values()),
     )
@@ -337,7 +337,7 @@ def _state_layout(
       stash_slots: the most microbatches of which a device keeps a stash; None: all.
     """
     layers = profile.layers
-    kinds = [(one.kind, one.stash, one.pop) for one in layers]
+    kinds = [(layer.kind, layer.stash, layer.pop) for layer in layers]
     groups, layer_of_kind = group(kinds, starts), dict(zip(kinds, layers))
 
     def packed(name: str) -> Packing:
@@ -345,10 +345,10 @@ def _state_layout(
         loss = profile.loss.avals(name) if name == "input_stash" else ()
 
         def leaves(kind: Any) -> list[Leaf]:
-            found = [*map(Leaf, layer_of_kind[kind].avals(name))]
+            leaves_of_kind = [*map(Leaf, layer_of_kind[kind].avals(name))]
             if name == "statistics":
-                return [of_copies(leaf, schedule.copies) for leaf in found]
-            return found
+                return [of_copies(leaf, schedule.copies) for leaf in leaves_of_kind]
+            return leaves_of_kind
 
         return groups.pack(
             leaves,
@@ -400,8 +400,8 @@ def _state_layout(
         norm_dtype=real_dtype([layer.avals("parameters") for layer in layers]),
         gradient_compression=_gradient_compression(accumulators, rows["gradients"], compressor),
     )
-    of_columns = ArrayRows.of_columns(lowered, parameters.arrays, used(parameters))
-    return lowered, layout_of(facts), of_columns.num_bytes(parameters)
+    gradient_rows = ArrayRows.of_columns(lowered, parameters.arrays, used(parameters))
+    return lowered, layout_of(facts), gradient_rows.num_bytes(parameters)
 
 
 _UNPADDED = "cpu"
@@ -414,11 +414,11 @@ def _gradient_compression(accumulators: Packing, rows: ArrayRows, compressor: Co
         return {}
     most: dict[tuple, int] = {}
     for places in accumulators.places:
-        of_program: dict[tuple, int] = {}
+        counts: dict[tuple, int] = {}
         for place in places:
             key = place.array, place.shape
-            of_program[key] = of_program.get(key, 0) + place.count
-        most |= {k: max(n, most.get(k, 0)) for k, n in of_program.items()}
+            counts[key] = counts.get(key, 0) + place.count
+        most |= {k: max(n, most.get(k, 0)) for k, n in counts.items()}
     states = []
     for (array, shape), number in most.items():
         like = jax.ShapeDtypeStruct(shape, accumulators.arrays[array].dtype)

@@ -214,11 +214,11 @@ class Profile:
 
         As of `jpipe.stages.Traced`.
         """
-        pops = {name: i for i, one in enumerate(self.layers) for name in one.pop}
+        pops = {name: i for i, layer in enumerate(self.layers) for name in layer.pop}
         return {
             name: (i, pops[name], avals)
-            for i, one in enumerate(self.layers)
-            for name, avals in zip(one.stash, one.skips, strict=True)
+            for i, layer in enumerate(self.layers)
+            for name, avals in zip(layer.stash, layer.skips, strict=True)
         }
 
     def seconds(self, operation: str) -> list[float]:
@@ -300,7 +300,7 @@ class Profile:
             it does not count: one stash is kept.
         """
         copies = 1 if self.recompute == "full" else in_flight
-        costs = [one.weight_bytes + copies * one.stash_bytes for one in self.layers]
+        costs = [layer.weight_bytes + copies * layer.stash_bytes for layer in self.layers]
         costs[-1] += copies * self.loss.stash_bytes
         return costs
 

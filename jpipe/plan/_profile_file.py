@@ -27,7 +27,7 @@ class WrongField(ValueError):
 def decode(kind: Any, value: Any, field: str) -> Any:
     """Converts a JSON value to the type that a dataclass declares for a field."""
     if isinstance(kind, types.UnionType):
-        (inner,) = (one for one in kind.__args__ if one is not types.NoneType)
+        (inner,) = (argument for argument in kind.__args__ if argument is not types.NoneType)
         return None if value is None else decode(inner, value, field)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, list):

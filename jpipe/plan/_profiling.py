@@ -206,7 +206,7 @@ def _unfit(kept: Profile, made_with: Mapping[str, Any], programs: Sequence[str])
 
     def same(name: str, was: Any, now: Any) -> bool:
         if name == "recompute":  # "full" runs the same programs
-            was, now = ("none" if one == "full" else one for one in (was, now))
+            was, now = ("none" if recompute == "full" else recompute for recompute in (was, now))
         if name == "num_cores" and made_with["device_kind"] != "cpu":
             return True  # other devices compute without them
         return was == now

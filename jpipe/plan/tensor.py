@@ -147,7 +147,7 @@ def split(
     T = machine.num_devices
     shares = layer_shares(traced, machine, strategy)
     sizes = {"model": T}
-    specs = [each.parameter_specs for each in traced.splits(strategy, sizes)]
+    specs = [layer_split.parameter_specs for layer_split in traced.splits(strategy, sizes)]
     layers = [
         _split_layer(layer, share, _parts(layer.parameters, spec, sizes))
         for layer, share, spec in zip(profile.layers, shares[:-1], specs, strict=True)
@@ -201,9 +201,9 @@ def choose(
     ranking = _choose.choose(profiles, machine, batch_size, **options)
     candidates, skipped = list(ranking), list(ranking.skipped)
     by_devices: dict[int, list[Profile]] = {}
-    for each in splits:
-        profile = each.on_groups(machine)
-        by_devices.setdefault(each.num_devices, []).append(profile)
+    for tensor_split in splits:
+        profile = tensor_split.on_groups(machine)
+        by_devices.setdefault(tensor_split.num_devices, []).append(profile)
     for T, on_groups in by_devices.items():
         ranking = _choose.choose(on_groups, groups(machine, T), batch_size, **options)
         candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)
@@ -245,9 +245,9 @@ def soap_machine(profile: Profile, traced: LayersGraph, machine: Machine, num_de
     Args:
       profile, traced, machine, num_devices: as of `search`.
     """
-    one = soap.Machine("one", (soap.Level(1, 1.0),), 1.0, math.inf, overhead=0.0)
-    counted = [_whole_seconds(traced, machine) for machine in (one, _only_memory(one))]
-    flops, num_bytes = (each[: len(profile.layers)].sum(axis=1) for each in counted)
+    unit_machine = soap.Machine("one", (soap.Level(1, 1.0),), 1.0, math.inf, overhead=0.0)
+    counted = [_whole_seconds(traced, machine) for machine in (unit_machine, _only_memory(unit_machine))]
+    flops, num_bytes = (costs[: len(profile.layers)].sum(axis=1) for costs in counted)
     seconds = [
         forward + backward
         for forward, backward in zip(
@@ -291,7 +291,7 @@ def layer_shares(traced: LayersGraph, machine: soap.Machine, strategy: soap.Stra
     """
     graph = traced.graph
     costs = soap.Analytic(machine)
-    both, forward = (Tasks(each, machine, costs, strategy) for each in (graph, _forwards(graph)))
+    both, forward = (Tasks(part, machine, costs, strategy) for part in (graph, _forwards(graph)))
     D = machine.num_devices
     num_operators = len(graph.operators)
     weights = _layer_weights(traced)
@@ -375,7 +375,7 @@ def _parts(
             shape[dim] //= math.prod(sizes[name] for name in names)
         return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
 
-    return tuple(part(*each) for each in zip(parameters, specs, strict=True))
+    return tuple(part(*leaf) for leaf in zip(parameters, specs, strict=True))
 
 
 def _split_layer(
@@ -405,7 +405,7 @@ def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | Non
     if seconds is None:
         return None
     quantiles = dataclasses.astuple(seconds)
-    return Seconds(*(share * each + more for each in quantiles))
+    return Seconds(*(share * quantile + more for quantile in quantiles))
 
 
 def _like_parts(layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
