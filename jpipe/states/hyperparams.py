@@ -23,8 +23,10 @@ from jpipe.states.locations import (
 
 def values(state: PipelineState) -> dict[str, np.ndarray]:
     """Name -> value of every injected hyperparameter. Every process must call it."""
-    found = locations(state.program, num_rounds(state)).optimizer_state
-    where = {h.name: next(leaves[h.path] for leaves in found if h.path in leaves) for h in _hyperparams(state.program)}
+    state_leaves = locations(state.program, num_rounds(state)).optimizer_state
+    where = {
+        h.name: next(leaves[h.path] for leaves in state_leaves if h.path in leaves) for h in _hyperparams(state.program)
+    }
     return read(state, where)
 
 
@@ -107,7 +109,7 @@ def _with_leaves(state: PipelineState, leaves: Mapping[str, Any]) -> PipelineSta
             if stored is not None:
                 listed = blocks.setdefault(stored.location.array, [])
                 listed += [(block, leaf) for block in stored.blocks]
-    changed = {name: _written(state.optimizer_state[name], of_array) for name, of_array in blocks.items()}
+    changed = {name: _written(state.optimizer_state[name], array_blocks) for name, array_blocks in blocks.items()}
     return dataclasses.replace(state, optimizer_state={**state.optimizer_state, **changed})
 
 

@@ -134,14 +134,14 @@ class Leaves(NamedTuple):
         """The newest weights, one nested dict per layer."""
         return self.layers["params"]
 
-    def of_layers(self, layers: Container[int]) -> set:
+    def locations_in(self, layers: Container[int]) -> set:
         """Those of some layers, and all single numbers, which stages may share."""
         trees = (*self.layers.values(), self.optimizer_state)
         return {
             location
             for tree in trees
-            for i, of_layer in enumerate(tree)
-            for location in jax.tree.leaves(of_layer)
+            for i, layer_tree in enumerate(tree)
+            for location in jax.tree.leaves(layer_tree)
             if i in layers or math.prod(location.shape) == 1
         } | set(jax.tree.leaves(self.whole))
 
@@ -158,7 +158,7 @@ class Owner:
       home: the stage whose delays its updates have.
       devices: positions along the axis "stage" of the devices that have it.
       update: its update.
-      of_layers: name of an array -> layer -> its leaves, in the order of `LayerLeaves.like`.
+      layer_leaves: name of an array -> layer -> its leaves, in the order of `LayerLeaves.like`.
       weights: for each leaf that the optimizer sees, the weights of all layers that are tied to it.
       optimizer_state: path -> leaf.
     """
@@ -167,7 +167,7 @@ class Owner:
     home: int
     devices: tuple[int, ...]
     update: StageUpdate
-    of_layers: Mapping[str, Mapping[int, Sequence[Stored]]]
+    layer_leaves: Mapping[str, Mapping[int, Sequence[Stored]]]
     weights: Sequence[Sequence[Stored]]
     optimizer_state: Mapping[str, Stored]
 
@@ -195,8 +195,12 @@ def _stage(program: Program, s: int, newest: int) -> Owner:
         if not array.has_versions:
             return list(copies)
         versions = [engine.lowered.rows.of_chunk(s, d, chunk) for d, chunk in copies]
-        found = [(d, row) for (d, _), of_copy in zip(copies, versions) for row in range(of_copy.start, of_copy.stop)]
-        return [found[newest], *found[:newest], *found[newest + 1 :]]
+        places = [
+            (d, row)
+            for (d, _), version_rows in zip(copies, versions)
+            for row in range(version_rows.start, version_rows.stop)
+        ]
+        return [places[newest], *places[:newest], *places[newest + 1 :]]
 
     def stored(array: StateArray, place: Place, row: int) -> Stored:
         rows = engine.array_rows[array.rows or array.name]
@@ -210,7 +214,7 @@ def _stage(program: Program, s: int, newest: int) -> Owner:
         home=s,
         devices=tuple(d for d, _ in copies),
         update=update,
-        of_layers={
+        layer_leaves={
             array.name: {
                 layer: [stored(array, place, row) for place in places]
                 for layer, places, row in array.leaves.places(stages, s)
@@ -218,7 +222,7 @@ def _stage(program: Program, s: int, newest: int) -> Owner:
             for array in LAYER_ARRAYS
             if array.leaves is not None
         },
-        weights=[[stored(weights, place, row) for place, row in of_leaf] for of_leaf in update.parameters],
+        weights=[[stored(weights, place, row) for place, row in tied_places] for tied_places in update.parameters],
         optimizer_state=_stored_state(program, s),
     )
 
@@ -231,22 +235,22 @@ def _stored_state(program: Program, s: int) -> dict[str, Stored]:
 
     def blocks_of(piece: Piece) -> list[Block]:
         """The blocks of the piece, on every copy and replica that have it."""
-        found = []
+        blocks = []
         for share, replica in itertools.product(range(len(copies)), range(num_states)):
             if piece.share in (None, share * num_states + replica):
                 lead = _lead(rows, piece.place.array, *copies[share], replica)
-                found.append(_block(lead, piece.place, piece.view, piece.index))
-        return found
+                blocks.append(_block(lead, piece.place, piece.view, piece.index))
+        return blocks
 
-    found = {}
+    leaves = {}
     paths = optimizer_paths(program, tuple(program.stages.layers_of(s)))
     for (path, shape), pieces in zip(paths.items(), update.state, strict=True):
         blocks = [blocks_of(piece) for piece in pieces]
-        first = tuple(of_piece[0] for of_piece in blocks)
+        first = tuple(piece_blocks[0] for piece_blocks in blocks)
         array = pieces[0].place.array
         location = Location("optimizer_state", array, tuple(shape.shape), first)
-        found[path] = Stored(location, tuple(itertools.chain(*blocks)))
-    return found
+        leaves[path] = Stored(location, tuple(itertools.chain(*blocks)))
+    return leaves
 
 
 def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
@@ -263,8 +267,8 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
             return Stored(location, blocks)
         shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
         copies = []
-        for of_copy in rows:
-            for d, row in enumerate(of_copy):
+        for device_rows in rows:
+            for d, row in enumerate(device_rows):
                 ends = (min(n * leaf.num_rows, shape[leaf.dim]) for n in (d, d + 1))
                 block = _block((row,), place, shape, (*before, slice(*ends)))
                 part = tuple(leaf.part.shape)
@@ -282,7 +286,7 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
         home=unit.home,
         devices=tuple(range(D)),
         update=update,
-        of_layers={
+        layer_leaves={
             "parameters": {
                 layer.index: [
                     stored("parameters", place, leaf, versions)
@@ -342,10 +346,10 @@ def locations(program: Program, rounds: int) -> Leaves:
     for owner in owners(program, rounds):
         for array in LAYER_ARRAYS:
             assert array.leaves is not None
-            for i, stored in owner.of_layers.get(array.name, {}).items():
+            for i, stored in owner.layer_leaves.get(array.name, {}).items():
                 tree = jax.tree.structure(array.leaves.like(stages.layers[i]))
-                found = tree.unflatten([one.location for one in stored])
-                trees[array.leaves.name][i] = found
+                layer_tree = tree.unflatten([leaf.location for leaf in stored])
+                trees[array.leaves.name][i] = layer_tree
         for path, leaf in owner.optimizer_state.items():
             layer = next((i for p, i in number_of.items() if path.endswith(p)), None)
             for i in owner.layers if layer is None else [layer]:
@@ -377,18 +381,18 @@ def read(state: PipelineState, wanted: Any, needed: Container[Location] | None =
       The same tree of arrays; abstract arrays where a leaf is not needed.
     """
     leaves, tree = jax.tree.flatten(wanted)
-    found: list[Any] = []
+    arrays: list[Any] = []
     values: list[list[Any]] = [[None] * len(leaf.blocks) for leaf in leaves]
-    of_part: dict[tuple, list[tuple[int, int]]] = {}
+    parts: dict[tuple, list[tuple[int, int]]] = {}
     for i, location in enumerate(leaves):
         array = getattr(state, location.group)[location.array]
         rows = array.sharding.shard_shape(array.shape)[0]
         for b, block in enumerate(location.blocks):
             part = block.lead[0] // rows if block.lead else 0
             key = location.group, location.array, part
-            of_part.setdefault(key, []).append((i, b))
-        found.append(jax.ShapeDtypeStruct(location.shape, array.dtype))
-    for (group, name, part), numbers in sorted(of_part.items()):
+            parts.setdefault(key, []).append((i, b))
+        arrays.append(jax.ShapeDtypeStruct(location.shape, array.dtype))
+    for (group, name, part), numbers in sorted(parts.items()):
         kept = [(i, b) for i, b in numbers if needed is None or leaves[i] in needed]
         host = _part_on_host(getattr(state, group)[name], part, bool(kept))
         for i, b in kept:
@@ -397,8 +401,8 @@ def read(state: PipelineState, wanted: Any, needed: Container[Location] | None =
                 index = (index[0] % host.shape[0], *index[1:])
             values[i][b] = host[index].copy()
             if all(value is not None for value in values[i]):
-                found[i], values[i] = leaves[i].leaf(values[i]), []
-    return tree.unflatten(found)
+                arrays[i], values[i] = leaves[i].leaf(values[i]), []
+    return tree.unflatten(arrays)
 
 
 def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
@@ -425,8 +429,8 @@ def _path(layer: int, path: tuple) -> str:
 
 def layers_together(stages: Stages) -> list[tuple[int, ...]]:
     """The layers of each stage, and of each unit of vocabulary layers."""
-    of_stages = [tuple(stages.layers_of(s)) for s in range(stages.num_stages)]
-    return of_stages + [tuple(unit.places) for unit in stages.vocabulary.units]
+    stage_layers = [tuple(stages.layers_of(s)) for s in range(stages.num_stages)]
+    return stage_layers + [tuple(unit.places) for unit in stages.vocabulary.units]
 
 
 def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:

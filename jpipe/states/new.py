@@ -117,9 +117,9 @@ def with_arrays(
     shapes, tree = jax.tree.flatten_with_path({**like.kept(), **like.in_flight()})
     paths = [jax.tree_util.keystr(path) for path, _ in shapes]
     missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
-    found = {**_zeros(missing, program.settings.platform), **arrays}
+    arrays_here = {**_zeros(missing, program.settings.platform), **arrays}
     return PipelineState(
-        **tree.unflatten([found[path] for path in paths]),
+        **tree.unflatten([arrays_here[path] for path in paths]),
         **_counters(program, key_data, rounds, started),
         program=program,
     )
@@ -219,14 +219,14 @@ def _pack(program: Program, values_of: ValuesOf) -> dict[str, Any]:
             trees = values.layers.get(array.leaves.name)
             if trees is None:  # it begins with zeros
                 continue
-            for i, leaves in owner.of_layers.get(array.name, {}).items():
-                of_layer = jax.tree.leaves(trees[i])
-                if not of_layer:  # the source has none of this layer
+            for i, leaves in owner.layer_leaves.get(array.name, {}).items():
+                layer_values = jax.tree.leaves(trees[i])
+                if not layer_values:  # the source has none of this layer
                     continue
-                for stored, leaf in zip(leaves, of_layer, strict=True):
+                for stored, leaf in zip(leaves, layer_values, strict=True):
                     hosts.write(stored, leaf, array.name)
-        of_state = owner.optimizer_state.values()
-        for stored, leaf in zip(of_state, state_leaves, strict=True):
+        state_places = owner.optimizer_state.values()
+        for stored, leaf in zip(state_places, state_leaves, strict=True):
             hosts.write(stored, leaf, "optimizer_state")
         for reader, weights in read.items():
             for copies, leaf in zip(owner.weights, weights, strict=True):

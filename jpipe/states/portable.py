@@ -65,8 +65,8 @@ def to_portable(state: PipelineState, layers: Container[int] | None = None) -> P
       ValueError: if the state has microbatches in flight.
     """
     check_nothing_in_flight(state)
-    found = locations(state.program, num_rounds(state))
-    leaves = read(state, found, None if layers is None else found.of_layers(layers))
+    leaves_at = locations(state.program, num_rounds(state))
+    leaves = read(state, leaves_at, None if layers is None else leaves_at.locations_in(layers))
     return _with_position(state, leaves)
 
 
@@ -94,13 +94,13 @@ def minibatch_of(state: PipelineState) -> Any:
 def layers_here(program: Program) -> set[int]:
     """The layers that have a stage on a device of this process."""
     mesh, here = program.settings.mesh, jax.process_index()
-    of_stages = {
+    stage_layers = {
         i
         for s, (d, _) in enumerate(program.placement)
         if any(a.process_index == here for a in devices_along(mesh, STAGE, d))
         for i in program.stages.layers_of(s)
     }
-    return of_stages | {layer.index for layer in program.stages.vocabulary.layers}
+    return stage_layers | {layer.index for layer in program.stages.vocabulary.layers}
 
 
 def num_started(state: PipelineState) -> int:
@@ -152,8 +152,8 @@ def from_portable(program: Program, source: Portable, *, matching: bool = False)
 
     def values_of(layers: Sequence[int]) -> LayerValues:
         trees = {
-            name: [jax.tree.map(np.asarray, tree) if i in layers else None for i, tree in enumerate(of_layers)]
-            for name, of_layers in leaves.layers.items()
+            name: [jax.tree.map(np.asarray, tree) if i in layers else None for i, tree in enumerate(trees_of_layers)]
+            for name, trees_of_layers in leaves.layers.items()
         }
         paths = wanted[tuple(layers)]
         anew = {p for p, a in paths.items() if matching and not _has(leaves, p, a)}
@@ -185,8 +185,8 @@ def _whole(program: Program, leaves: Leaves) -> dict[str, dict[str, np.ndarray]]
         if arrays and scale is not None and scale.growth_interval is not None
     }
     if scale is not None and "loss_scale" in whole:
-        of_scale, largest = whole["loss_scale"], np.float32(scale.largest)
-        of_scale["scale"] = np.minimum(of_scale["scale"], largest)
+        loss_scale, largest = whole["loss_scale"], np.float32(scale.largest)
+        loss_scale["scale"] = np.minimum(loss_scale["scale"], largest)
     return whole
 
 
@@ -244,19 +244,19 @@ def check_same_optimizer(program: Program, other: Mapping[str, Any] | None) -> N
       program: that is to take over the state.
       other: the identity of the optimizer of the state; None: it is not known.
     """
-    found = other and difference(program.optimizer_identity, other)
-    if found:
+    problem = other and difference(program.optimizer_identity, other)
+    if problem:
         raise ValueError(
-            f"`state` comes from a pipeline with another optimizer: {found}. Both keep arrays of the same names, with "
-            "other meanings. Give both pipelines the same Optax chain, or start the optimizer anew with "
+            f"`state` comes from a pipeline with another optimizer: {problem}. Both keep arrays of the same names, "
+            "with other meanings. Give both pipelines the same Optax chain, or start the optimizer anew with "
             "`init(key, batch, params=...)`."
         )
 
 
 def _has(source: Leaves, path: str, like: jax.ShapeDtypeStruct) -> bool:
     """Whether a training has a leaf of the optimizer's state like another one."""
-    found = [leaves[path] for leaves in source.optimizer_state if path in leaves]
-    return any((a.shape, a.dtype) == (like.shape, like.dtype) for a in found)
+    candidates = [leaves[path] for leaves in source.optimizer_state if path in leaves]
+    return any((a.shape, a.dtype) == (like.shape, like.dtype) for a in candidates)
 
 
 def with_params(state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:
@@ -274,12 +274,12 @@ def with_params(state: PipelineState, function: Callable[[Any, Any], Any]) -> Pi
     params = [jax.tree.leaves(tree) for tree in leaves.params]
     for layers in layers_together(stages):
         seen = seen_by_optimizer(stages, layers, leaves.params)
-        own = [
+        state_leaves = [
             next(of[path] for i in layers if path in (of := leaves.optimizer_state[i]))
             for path in optimizer_paths(program, layers)
         ]
         tree = jax.tree.structure(jax.eval_shape(optimizer.init, seen))
-        given = function(seen, tree.unflatten(own))
+        given = function(seen, tree.unflatten(state_leaves))
         described = [jax.tree.map(lambda a: (np.shape(a), np.dtype(a.dtype)), of) for of in (seen, given)]
         if described[0] != described[1]:
             raise ValueError(
@@ -316,8 +316,8 @@ def initial(
     layers = stages.layers
     init_one = shared_jit(program.settings.platform)
     given: Any = (params, mutable_state)
-    of_key = quick_options(next(iter(key.devices())).platform)
-    fold_in = jax.jit(jax.random.fold_in, compiler_options=of_key)
+    key_options = quick_options(next(iter(key.devices())).platform)
+    fold_in = jax.jit(jax.random.fold_in, compiler_options=key_options)
     # Before `new_state` changes the default device: `fold_in` would compile on each.
     *keys, training_key = (fold_in(key, i) for i in range(len(layers) + 1))
 
