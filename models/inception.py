@@ -156,7 +156,7 @@ class ForkedBlock(nnx.Module):
     ):
         convolution = functools.partial(Convolution, rngs=rngs)
         self.plain = convolution(num_inputs, plain, 1)
-        self.paths = nnx.List([_path(num_inputs, *each, rngs=rngs) for each in paths])
+        self.paths = nnx.List([_path(num_inputs, *blocks, rngs=rngs) for blocks in paths])
         self.ends = nnx.List(
             [nnx.List([convolution(steps[-1][0], width, size) for size in ((1, 3), (3, 1))]) for steps in paths]
         )
@@ -249,7 +249,7 @@ class Inception:
             (w(64), w(80), 1),
             (w(80), w(192), 3, 1, "VALID", True),
         ]
-        return [functools.partial(Convolution, *each) for each in convolutions], w(192)
+        return [functools.partial(Convolution, *sizes) for sizes in convolutions], w(192)
 
     def _wide(self, i: int, num_inputs: int) -> tuple[Callable[..., nnx.Module], int]:
         """Windows of up to 5x5, the second as two of 3x3 (figure 5)."""

@@ -117,8 +117,8 @@ class Attention(nnx.Module):
         # A finite number, so that a source of padding alone gives the mean of all.
         scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
         context = jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), memory)
-        of_context, of_query = self.combine[...]
-        x = jnp.tanh(context @ of_context + query @ of_query)
+        context_weights, query_weights = self.combine[...]
+        x = jnp.tanh(context @ context_weights + query @ query_weights)
         return constrain(self.dropout(x), "batch", None, "embed")
 
 

@@ -231,7 +231,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in typing.get_args(hint)
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
-        return isinstance(value, list) and all(_fits(each, item) for each in value)
+        return isinstance(value, list) and all(_fits(item_value, item) for item_value in value)
     if typing.get_origin(hint) is dict:
         return isinstance(value, dict)
     if isinstance(value, bool) or hint is bool:

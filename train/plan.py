@@ -256,7 +256,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     from train.config import TrainConfig
     from train.devices import cache_compilations, check_devices, prepare_cpu
     from train.planned import check_tensor
-    from train.processes import of_first
+    from train.processes import from_first
 
     name, config = flags.parse(words, TrainConfig)
     numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
@@ -299,7 +299,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     if args.bandwidth is not None:
         machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
     decide = functools.partial(_decide, profiles, machine, config, args, argv)
-    of_first(decide, "choose a plan", _LIMIT_SECONDS)
+    from_first(decide, "choose a plan", _LIMIT_SECONDS)
     return 0
 
 
@@ -390,12 +390,12 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
 def _profiles_of_first(name: str, config, numbers, args) -> list:
     """The profiles that process 0 has measured, in every process."""
     from jpipe.plan import Profile
-    from train.processes import of_first
+    from train.processes import from_first
 
     def texts() -> list[str]:
         return [profile.text() for profile in _profiles(name, config, numbers, args)]
 
-    measured = of_first(texts, "profile", _LIMIT_SECONDS)
+    measured = from_first(texts, "profile", _LIMIT_SECONDS)
     return [Profile.from_json(json.loads(text), "process 0") for text in measured]
 
 

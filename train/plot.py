@@ -122,7 +122,7 @@ def _panels(records: list[dict]) -> dict[str, list[_Curve]]:
     speeds = [name for name in names if name.endswith(_SPEED)]
     held_out = _Curve(
         "held-out data, after this step",
-        _of_records(records, "test_loss"),
+        _record_points(records, "test_loss"),
         dict(color=_HELD_OUT, lw=1.2, marker="o", ms=5, zorder=3),
     )
     return {
@@ -135,7 +135,7 @@ def _panels(records: list[dict]) -> dict[str, list[_Curve]]:
 
 def _training(records: list[dict], name: str) -> list[_Curve]:
     """The curve of every step, if the log has it, and the means over a log line."""
-    points, means = _of_steps(records, name), _means(records, name)
+    points, means = _step_points(records, name), _means(records, name)
     size = -(-len(points) // _MOST_POINTS)
     label = "training, each step"
     if size > 1:
@@ -151,8 +151,8 @@ def _training(records: list[dict], name: str) -> list[_Curve]:
 
 def _learning_rate(records: list[dict]) -> _Curve:
     """The learning rate of every step, or of the log lines if the log has no more."""
-    points = _of_steps(records, "learning_rate")
-    points = points or _of_records(records, "learning_rate")
+    points = _step_points(records, "learning_rate")
+    points = points or _record_points(records, "learning_rate")
     return _Curve("", points, dict(color=_TRAINING, lw=1.2, marker=_dot(points)))
 
 
@@ -175,7 +175,7 @@ def _means(records: list[dict], name: str) -> _Curve:
     return _Curve("training, mean of the steps of a log line", points, style)
 
 
-def _of_steps(records: list[dict], name: str) -> list[tuple[float, float]]:
+def _step_points(records: list[dict], name: str) -> list[tuple[float, float]]:
     """(step, value) of every step that has a finite value."""
     points: list[tuple[float, float]] = []
     for record in records:
@@ -186,7 +186,7 @@ def _of_steps(records: list[dict], name: str) -> list[tuple[float, float]]:
     return points
 
 
-def _of_records(records: list[dict], name: str) -> list[tuple[float, float]]:
+def _record_points(records: list[dict], name: str) -> list[tuple[float, float]]:
     """(step, value) of the records that have a number of that name."""
     return [(r["step"], r[name]) for r in records if r.get(name) is not None]
 

@@ -14,7 +14,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def of_first(function: Callable[[], Any], phase: str, limit_seconds: float) -> Any:
+def from_first(function: Callable[[], Any], phase: str, limit_seconds: float) -> Any:
     """What a function returns in process 0, for every process. Every process must call it.
 
     The others do not run the function. If it fails, all processes fail with its message.

@@ -123,7 +123,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
         from jpipe.soap.measure import measure
 
         costs = soap.Profile(machine, args.measure, measure)
-    found = soap.search(
+    result = soap.search(
         graph,
         machine,
         costs=costs,
@@ -141,44 +141,44 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     known = soap.default_starts(graph, args.devices)
     known["model_parallel"] = soap.model_parallel(graph, args.devices)
     known_groups = {
-        name: found.starts[name] if name in found.starts else soap.simulate(graph, machine, strategy, costs).seconds
+        name: result.starts[name] if name in result.starts else soap.simulate(graph, machine, strategy, costs).seconds
         for name, strategy in known.items()
     }
     seconds = {
         "data_parallel": known_groups["data_parallel"],
         "model_parallel": known_groups["model_parallel"],
         "expert": min(known_groups[name] for name in soap.EXPERTS),
-        "best": found.seconds,
+        "best": result.seconds,
     }
     if args.save is not None:
-        soap.save_strategy(args.save, graph, found.strategy, args.devices)
+        soap.save_strategy(args.save, graph, result.strategy, args.devices)
     if args.draw is not None:
-        _draw(pathlib.Path(args.draw), graph, machine, costs, found)
+        _draw(pathlib.Path(args.draw), graph, machine, costs, result)
     if args.json:
         content = {f"{name}_seconds": value for name, value in seconds.items()}
         content |= {
-            "proposals": found.proposals,
-            "seconds": found.elapsed,
-            "strategy": soap.as_records(graph, found.strategy),
-            "memory_bytes": max(found.simulated.memory_bytes),
-            "sent_bytes": found.simulated.sent_bytes,
-            "is_local_optimum": found.is_local_optimum,
-            "interrupted": found.interrupted,
+            "proposals": result.proposals,
+            "seconds": result.elapsed,
+            "strategy": soap.as_records(graph, result.strategy),
+            "memory_bytes": max(result.simulated.memory_bytes),
+            "sent_bytes": result.simulated.sent_bytes,
+            "is_local_optimum": result.is_local_optimum,
+            "interrupted": result.interrupted,
         }
         print(json.dumps(content))
         return 0
-    print(table(graph, found.strategy), end="\n\n")
+    print(table(graph, result.strategy), end="\n\n")
     data = seconds["data_parallel"]
     for name, value in seconds.items():
         word = name.replace("_", " ")
         print(f"{word:15} {value * 1e3:10.4g} ms per step, {data / value:6.3g} x data parallel")
     print(
-        f"\n{found.proposals} changes tried in {found.elapsed:.1f} s on {machine.name}, {args.devices} devices; "
-        f"at most {max(found.simulated.memory_bytes) / 2**20:.4g} MiB per device."
+        f"\n{result.proposals} changes tried in {result.elapsed:.1f} s on {machine.name}, {args.devices} devices; "
+        f"at most {max(result.simulated.memory_bytes) / 2**20:.4g} MiB per device."
     )
-    if found.interrupted:
+    if result.interrupted:
         print("Ctrl-C ended the search.")
-    elif found.is_local_optimum:
+    elif result.is_local_optimum:
         print("No change of one operator is faster.")
     return 0
 
@@ -254,17 +254,17 @@ def _show(elapsed: float, seconds: float, proposals: int) -> None:
     print(text, end="", file=sys.stderr, flush=True)
 
 
-def _draw(folder: pathlib.Path, graph, machine, costs, found) -> None:
+def _draw(folder: pathlib.Path, graph, machine, costs, result) -> None:
     from jpipe import soap
     from jpipe.soap import picture
 
     folder.mkdir(parents=True, exist_ok=True)
     costs = soap.Analytic(machine) if costs is None else costs
-    simulator = soap.Simulator(graph, machine, costs, found.strategy)
-    title = f"{found.seconds * 1e3:.4g} ms per step on {machine.name}"
+    simulator = soap.Simulator(graph, machine, costs, result.strategy)
+    title = f"{result.seconds * 1e3:.4g} ms per step on {machine.name}"
     path = folder / "timeline.svg"
     picture.save_timeline(path, simulator.tasks, simulator.timeline, title)
-    picture.save_history(folder / "search.svg", found.history, found.elapsed, dict(found.starts))
+    picture.save_history(folder / "search.svg", result.history, result.elapsed, dict(result.starts))
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ def check_stability(run: Run, start_of: Resumed) -> None:
     """
     config, (pipe, state, *_) = run.config, start_of
     loss = pipe.plain_loss(state)
-    curvature, found = stability.bounds(
+    curvature, stable_bounds = stability.bounds(
         config.optimizer,
         run.pipe,
         loss,
@@ -315,8 +315,8 @@ def check_stability(run: Run, start_of: Resumed) -> None:
         config.num_steps,
         config.pipeline.synchronous_steps,
     )
-    print(f"{stability.text(curvature, found)}\n")
-    message = stability.warning(found)
+    print(f"{stability.text(curvature, stable_bounds)}\n")
+    message = stability.warning(stable_bounds)
     if message is not None:
         warnings.warn(message, stacklevel=2)
 
