@@ -361,7 +361,7 @@ class Pipeline:
                 self._programs[key] = fit(make, self._device_memory)
         return self._programs[key]
 
-    def _own(self, state: Any) -> PipelineState:
+    def _adopted(self, state: Any) -> PipelineState:
         """The state as one of this pipeline, whose program is this pipeline's.
 
         Raises:
@@ -513,12 +513,12 @@ class Pipeline:
         With several processes every process must call it, and process 0 gets the weights. The others get
         None.
         """
-        return portable.parameters(self._own(state))
+        return portable.parameters(self._adopted(state))
 
     @public("get_mutable_state", _is_shared)
     def get_mutable_state(self, state: PipelineState) -> list | None:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
-        return portable.mutable_state(self._own(state))
+        return portable.mutable_state(self._adopted(state))
 
     @public("with_params", _is_shared)
     def with_params(self, state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:
@@ -539,7 +539,7 @@ class Pipeline:
           ValueError: if the function returns other shapes, dtypes or layers than it gets.
         """
         checks.check_not_traced("with_params", state)
-        return portable.with_params(self._own(state), function)
+        return portable.with_params(self._adopted(state), function)
 
     @public("get_hyperparams", _is_shared)
     def get_hyperparams(self, state: PipelineState) -> dict[str, np.ndarray]:
@@ -548,7 +548,7 @@ class Pipeline:
         A name that several transforms have stands as its path in the state of the optimizer. Of a schedule it is the
         value of the last update. Every process must call it.
         """
-        return hyperparams.values(self._own(state))
+        return hyperparams.values(self._adopted(state))
 
     @public("with_hyperparams", _is_shared)
     def with_hyperparams(self, state: PipelineState, **values: Any) -> PipelineState:
@@ -582,7 +582,7 @@ class Pipeline:
           0.25
         """
         checks.check_not_traced("with_hyperparams", state)
-        return hyperparams.with_values(self._own(state), values)
+        return hyperparams.with_values(self._adopted(state), values)
 
     # -- Training
 
@@ -627,7 +627,7 @@ class Pipeline:
                 f"microbatches are {shapes_text(microbatch)}. Keep the shape of the batch, or "
                 "go on with this one: `state = pipe.adopt(state, batch)`."
             )
-        state = self._own(state)
+        state = self._adopted(state)
         return state.program.step(state, batch)
 
     @public("flush", _flushes_together)
@@ -645,7 +645,7 @@ class Pipeline:
           schedule nothing is, and the loss is NaN.
         """
         checks.check_not_traced("flush", state)
-        state = self._own(state)
+        state = self._adopted(state)
         return state.program.flush(state)
 
     @public("predict", _is_shared)
@@ -663,7 +663,7 @@ class Pipeline:
           for a global batch they are a global array.
         """
         checks.check_not_traced("predict", state, batch)
-        state = self._own(state)
+        state = self._adopted(state)
         return state.program.prediction.predict(state, batch)
 
     @public("evaluate", _is_shared)
@@ -681,7 +681,7 @@ class Pipeline:
           "loss", and "aux" with `has_aux`, as the loss function returns them for the whole batch.
         """
         checks.check_not_traced("evaluate", state, batch)
-        state = self._own(state)
+        state = self._adopted(state)
         return state.program.prediction.evaluate(state, batch)
 
     @public("plain_loss")
@@ -703,7 +703,7 @@ class Pipeline:
           ValueError: if the mesh has several processes.
         """
         checks.check_not_traced("plain_loss", state)
-        state = self._own(state)
+        state = self._adopted(state)
         mutable = portable.mutable_state(state)
         if mutable is None or is_shared(self.mesh):
             raise ValueError(

@@ -247,10 +247,10 @@ def check_agreement(facts: Mapping[str, str], remedy: str) -> None:
     texts = gather_texts(json.dumps(facts))
     if len(set(texts)) == 1:
         return
-    of_process = [json.loads(text) for text in texts]
-    names = dict.fromkeys(name for theirs in of_process for name in theirs)
+    facts_by_process = [json.loads(text) for text in texts]
+    names = dict.fromkeys(name for theirs in facts_by_process for name in theirs)
     for name in names:
-        values = [theirs.get(name, "nothing") for theirs in of_process]
+        values = [theirs.get(name, "nothing") for theirs in facts_by_process]
         other = next((p for p, v in enumerate(values) if v != values[0]), None)
         if other is not None:
             raise ValueError(

@@ -184,8 +184,10 @@ def _with_suggestions(function: T, name: str) -> T:
 def _present(names: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> dict:
     """Of a table of usual names, the first meaning of each that is among the known names."""
     known = {*known}
-    meanings = {name: [m for m in each if m.split("=")[0].split(".")[0] in known] for name, each in names.items()}
-    return {name: each[0] for name, each in meanings.items() if each}
+    meanings = {
+        name: [m for m in candidates if m.split("=")[0].split(".")[0] in known] for name, candidates in names.items()
+    }
+    return {name: candidates[0] for name, candidates in meanings.items() if candidates}
 
 
 _LONGEST = 200

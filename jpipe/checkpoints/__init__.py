@@ -240,13 +240,13 @@ class Checkpoints:
                 f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
                 "`checkpoints.restore(pipe, batch)`."
             )
-        found, manifest = self._whole(step)
-        folder = self._folder(found)
+        newest, manifest = self._whole(step)
+        folder = self._folder(newest)
         try:
             state = _restored(pipe, batch, folder, manifest)
         except ValueError as error:
             raise ValueError(f"`{folder}` does not fit: {error}") from error
-        return Restored(state, found, manifest.run)
+        return Restored(state, newest, manifest.run)
 
     def params(self, step: int | None = None) -> list:
         """The newest weights of a step, without a pipeline: one nested dict per layer, of host arrays.
@@ -261,8 +261,8 @@ class Checkpoints:
           FileNotFoundError: if there is no step, or not this one.
           DamagedCheckpointError: if a file of `step` is damaged.
         """
-        found, manifest = self._whole(step)
-        leaves = _arrays.stored_leaves(self._folder(found), manifest.layout)
+        newest, manifest = self._whole(step)
+        leaves = _arrays.stored_leaves(self._folder(newest), manifest.layout)
         if jax.process_count() > 1:
             return leaves.params
         return jax.tree.map(np.asarray, leaves.params)
@@ -459,15 +459,15 @@ class _Writing:
     def _checksums(self) -> dict[str, list[int]]:
         """The checksums of all files, in process 0. The others leave theirs for it."""
         process, names = jax.process_index(), files_of(self._unfinished)
-        of_process = _arrays.files_by_process(names)
-        found = checksums(self._unfinished, of_process.pop(process))
+        names_by_process = _arrays.files_by_process(names)
+        sums = checksums(self._unfinished, names_by_process.pop(process))
         if not self._leads:
-            leave_checksums(self._unfinished, process, found)
-            return found
-        for other in of_process:
+            leave_checksums(self._unfinished, process, sums)
+            return sums
+        for other in names_by_process:
             wait = _arrays.TIMEOUT_SECONDS
-            found |= take_checksums(self._unfinished, other, wait)
-        return found
+            sums |= take_checksums(self._unfinished, other, wait)
+        return sums
 
     def _too_old(self) -> list[pathlib.Path]:
         steps = steps_in(self._directory)

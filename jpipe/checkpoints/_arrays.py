@@ -49,11 +49,11 @@ def save(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncChec
 
 def files_by_process(names: Iterable[str]) -> dict[int, list[str]]:
     """The files of a step by the process that has written them. Process 0 has also written what all share."""
-    found: dict[int, list[str]] = {0: []}
+    by_process: dict[int, list[str]] = {0: []}
     for name in names:
-        of_process = re.match(rf"{FOLDER}/ocdbt\.process_(\d+)/", name)
-        found.setdefault(int(of_process[1]) if of_process else 0, []).append(name)
-    return found
+        match = re.match(rf"{FOLDER}/ocdbt\.process_(\d+)/", name)
+        by_process.setdefault(int(match[1]) if match else 0, []).append(name)
+    return by_process
 
 
 def restore(folder: pathlib.Path, shapes: Mapping[str, Any]) -> dict[str, jax.Array]:

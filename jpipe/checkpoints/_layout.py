@@ -57,7 +57,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
     for part in settings.parts["schedule"]:
         table.update(part if isinstance(part, bytes) else str(part).encode())
     shapes = saved_arrays(program.abstract_state, in_flight)
-    found = locations(program, rounds)
+    leaves_at = locations(program, rounds)
     copies = {}
     if schedule.has_copies:  # the other copies of a stage have no locations
         copies["copies"] = [list(map(list, c)) for c in program.engine.lowered.copies]
@@ -75,11 +75,11 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "optimizer": program.optimizer_identity,
         "hyperparams": {n: a.tolist() for n, a in program.first_hyperparams.items()},
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
-        **{name: [_tree_to_json(tree) for tree in trees] for name, trees in found.layers.items()},
+        **{name: [_tree_to_json(tree) for tree in trees] for name, trees in leaves_at.layers.items()},
         "optimizer_state": [
-            {path: _to_json(leaf) for path, leaf in leaves.items()} for leaves in found.optimizer_state
+            {path: _to_json(leaf) for path, leaf in leaves.items()} for leaves in leaves_at.optimizer_state
         ],
-        **{name: {n: _to_json(leaf) for n, leaf in leaves.items()} for name, leaves in found.whole.items()},
+        **{name: {n: _to_json(leaf) for n, leaf in leaves.items()} for name, leaves in leaves_at.whole.items()},
     }
 
 

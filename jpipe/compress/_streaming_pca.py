@@ -86,9 +86,9 @@ class StreamingPCA(LowRankCompressor):
         num_rows = x.shape[0]
         return _updated(
             factors,
-            lambda of_d: mean(x.T @ (d @ of_d) / num_rows),
-            lambda of_x: mean(d.T @ (x @ of_x) / num_rows),
-            lambda of_x, of_d: mean(jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows),
+            lambda right: mean(x.T @ (d @ right) / num_rows),
+            lambda left: mean(d.T @ (x @ left) / num_rows),
+            lambda left, right: mean(jnp.sum((x @ left) * (d @ right), axis=0) / num_rows),
             i,
         )
 
@@ -109,9 +109,9 @@ class StreamingPCA(LowRankCompressor):
         """`x` `[a, k]`, `d` `[b, k]` and `sigma` `[k]`."""
         state = _updated(
             state,
-            lambda of_d: mean(matrix @ of_d),
-            lambda of_x: mean(matrix.T @ of_x),
-            lambda of_x, of_d: mean(jnp.sum(of_x * (matrix @ of_d), axis=0)),
+            lambda right: mean(matrix @ right),
+            lambda left: mean(matrix.T @ left),
+            lambda left, right: mean(jnp.sum(left * (matrix @ right), axis=0)),
             0,
         )
         return state._asdict(), state

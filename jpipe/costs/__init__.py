@@ -103,9 +103,9 @@ def partition(program: Program) -> list[StageRecord]:
     def leaves_of(layers: Iterable[int]) -> list:
         return [a for i in layers for a in jax.tree.leaves(stages.layers[i].parameters)]
 
-    def share(of_layers: float) -> float:
+    def share(layers_sum: float) -> float:
         """A stage's share of what all devices keep or compute together."""
-        return of_layers / stages.num_stages
+        return layers_sum / stages.num_stages
 
     tied = {copy for copies in stages.ties for copy in copies[1:]}
     shared_leaves = [
@@ -146,9 +146,9 @@ def shards(program: Program) -> list[ShardRecord]:
             by_engine.add(DATA)
         split = {axis: 1.0 for axis in mesh.shape if axis in by_engine and numbers}
         for axis in mesh.shape:
-            of_axis = sum(math.prod(a.shape) for a in leaves if axis in _axes(a))
-            if of_axis:
-                split[axis] = of_axis / numbers
+            split_numbers = sum(math.prod(a.shape) for a in leaves if axis in _axes(a))
+            if split_numbers:
+                split[axis] = split_numbers / numbers
         num_bytes = local_bytes(leaves, settings.platform)
         records.append(ShardRecord(use, num_bytes, split))
     num_bytes = batch_bytes(program)
@@ -165,8 +165,8 @@ def _axes(shape: jax.ShapeDtypeStruct) -> list[str]:
 def batch_bytes(program: Program) -> int:
     """Bytes of the share of a replica in a minibatch."""
     settings = program.settings
-    of_leaves = (packing.array_bytes(a.shape, a.dtype, settings.platform) for a in jax.tree.leaves(program.minibatch))
-    return sum(of_leaves) // settings.num_replicas
+    leaf_bytes = (packing.array_bytes(a.shape, a.dtype, settings.platform) for a in jax.tree.leaves(program.minibatch))
+    return sum(leaf_bytes) // settings.num_replicas
 
 
 def memory(program: Program) -> Memory:
@@ -195,22 +195,22 @@ def _used_bytes(program: Program) -> float:
     stages, updates, layout = engine.stages, engine.updates, engine.layout
     accumulators = {**stages.accumulators.arrays, **stages.factors.arrays}
     weights = gradients = 0
-    for s, of_stage in enumerate(engine.lowered.copies):
+    for s, devices in enumerate(engine.lowered.copies):
         for _, run, _ in stages.layer_runs(s):
-            of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-            of_gradients = layout.leaf_bytes(run.gradient_places, accumulators)
+            weight_bytes = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
+            gradient_bytes = layout.leaf_bytes(run.gradient_places, accumulators)
             num_versions = int(engine.lowered.rows.num_versions[s])
-            weights += len(of_stage) * num_versions * of_weights
-            gradients += len(of_stage) * of_gradients
+            weights += len(devices) * num_versions * weight_bytes
+            gradients += len(devices) * gradient_bytes
     # What parts that are padded at their end use beyond the layer is padding too.
     for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
-        of_unit = _bytes_of_parts(layout, unit.packing, unit.stored().items())
-        weights += num_versions * of_unit
+        unit_bytes = _bytes_of_parts(layout, unit.packing, unit.stored().items())
+        weights += num_versions * unit_bytes
         gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
     # On all replicas together.
     state = sum(
-        layout.leaf_bytes([piece.place], updates.state.arrays) * _num_holders(piece, len(of_stage), settings)
-        for u, of_stage in zip(updates.program_of_stage, engine.lowered.copies)
+        layout.leaf_bytes([piece.place], updates.state.arrays) * _num_holders(piece, len(devices), settings)
+        for u, devices in zip(updates.program_of_stage, engine.lowered.copies)
         for pieces in updates.programs[u].state
         for piece in pieces
     )
@@ -260,9 +260,9 @@ def inner_layers(settings: Settings, traced: Traced, microbatch: Any) -> range:
     Raises:
       ValueError: if there are fewer than stages.
     """
-    found = settings.vocabulary(traced, microbatch, None)
-    inner, num_stages = found.inner(len(traced.layers)), settings.schedule.num_stages
-    if found.layers and len(inner) < num_stages:
+    vocabulary = settings.vocabulary(traced, microbatch, None)
+    inner, num_stages = vocabulary.inner(len(traced.layers)), settings.schedule.num_stages
+    if vocabulary.layers and len(inner) < num_stages:
         raise VocabularyError(
             f"{num_stages} stages need at least as many layers beside those that all stages run together, got "
             f"{len(inner)}. Choose a schedule with fewer stages, or leave out the rule that splits the "

@@ -104,8 +104,8 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
         return min(over, state), max(over - state, 0)
 
     def moved(option: _Stashes) -> float:
-        of_state, of_others = to_move(option)
-        return option.moved + moves.optimizer * of_state + moves_of_others * of_others
+        optimizer_share, others_share = to_move(option)
+        return option.moved + moves.optimizer * optimizer_share + moves_of_others * others_share
 
     fitting = [o for o in options if to_move(o)[1] <= weights + gradients]
     best = min(fitting or options[-1:], key=moved)
@@ -128,10 +128,10 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
 def _array_bytes(program: Program) -> int:
     """Bytes of the arguments of a step on a device: of the state, the minibatch and the scalars of the table."""
     groups, platform = program.engine.layout.groups, program.settings.platform
-    of_state = sum(group.num_bytes(platform) for group in groups.values())
+    state_bytes = sum(group.num_bytes(platform) for group in groups.values())
     rows = program.engine.local_rows
-    of_table = packing.array_bytes(rows.shape, rows.dtype, platform)
-    return of_state + costs.batch_bytes(program) + of_table
+    table_bytes = packing.array_bytes(rows.shape, rows.dtype, platform)
+    return state_bytes + costs.batch_bytes(program) + table_bytes
 
 
 def _temporary_bytes(program: Program) -> int:
@@ -156,9 +156,9 @@ def _stash_options(plain: Program) -> Iterator[_Stashes]:
             return
         group, moved = spilled.layout["buffers"], 0.0
         for ring, spill in lowered.spills.items():
-            of_ring = dataclasses.replace(group, shapes=group.shapes["staged"][ring], on_host=frozenset())
+            staged = dataclasses.replace(group, shapes=group.shapes["staged"][ring], on_host=frozenset())
             num_moved = int((spill.stores >= 0).sum(axis=0).max())
-            moved += 2 * num_moved * of_ring.num_bytes(platform)
+            moved += 2 * num_moved * staged.num_bytes(platform)
         yield _Stashes(slots, group.num_bytes(platform), moved)
 
 

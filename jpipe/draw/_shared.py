@@ -76,9 +76,9 @@ def stage_labels(schedule: Schedule, plain: str, placed: str) -> list[str]:
     with copies has the number of the copy behind its own: `s0.0`, `s0.1`, `s1`.
     """
     names, devices = [], []
-    for s, of_stage in enumerate(schedule.copies):
-        for k, d in enumerate(of_stage):
-            names.append(f"{s}.{k}" if len(of_stage) > 1 else f"{s}")
+    for s, stage_devices in enumerate(schedule.copies):
+        for k, d in enumerate(stage_devices):
+            names.append(f"{s}.{k}" if len(stage_devices) > 1 else f"{s}")
             devices.append(d)
     form = plain if devices == list(range(len(devices))) else placed
     return [form.format(name, d) for name, d in zip(names, devices, strict=True)]

@@ -99,7 +99,7 @@ def _results(eqn: Any, operands: Sequence[Terms]) -> list[Terms]:
         if name in _CALLS:
             return _evaluated(eqn.params["jaxpr"], operands)
         if name in _SUMS or _is_linear(name, operands):
-            return [_of_each_term(eqn, operands)]
+            return [_linear_result(eqn, operands)]
         mixed_by = None if name in _PRODUCTS else name
     kind = "rest" if has_rest else "reported" if has_reported else "constant"
     values = bind(eqn, [a.whole() for a in operands])
@@ -116,7 +116,7 @@ def _is_linear(name: str, operands: Sequence[Terms]) -> bool:
     return name in (*_LINEAR, "div") and changing == [0]
 
 
-def _of_each_term(eqn: Any, operands: Sequence[Terms]) -> Terms:
+def _linear_result(eqn: Any, operands: Sequence[Terms]) -> Terms:
     """The result of a linear operation."""
     if eqn.primitive.name in _SUMS:
         terms = zip(*(a.rest_and_reported() for a in operands), strict=True)

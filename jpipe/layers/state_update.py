@@ -119,7 +119,7 @@ class StateUpdate:
         """The statistics with one more microbatch, whose records are given as a flat list."""
         number, *kept = statistics
         result = [number + 1]
-        for group, (mean, variance, *rows) in zip(self._of_calls(kept), self._of_calls(recorded), strict=True):
+        for group, (mean, variance, *rows) in zip(self._by_call(kept), self._by_call(recorded), strict=True):
             weight = group[2] if rows else number
             added = rows[0].astype(weight.dtype) if rows else jnp.ones_like(number)
             mean, variance = (
@@ -143,7 +143,7 @@ class StateUpdate:
         """The statistics of all groups of rows, such as replicas, from those of each."""
         number, *kept = statistics
         result = [total(number)]
-        for mean, around, *rows in self._of_calls(kept):
+        for mean, around, *rows in self._by_call(kept):
             weight = rows[0] if rows else _along(number, mean)
             whole = total(weight)
             pooled = total(weight * mean) / jnp.maximum(whole, 1)
@@ -159,7 +159,7 @@ class StateUpdate:
         assert self.move is not None
         number, *kept = statistics
         records: list[jax.Array] = []
-        for group, record in zip(self._of_calls(kept), self.calls, strict=True):
+        for group, record in zip(self._by_call(kept), self.calls, strict=True):
             weight = group[2] if len(group) == 3 else number
             # Without any row there is no mean, as in Flax.
             values = [
@@ -173,7 +173,7 @@ class StateUpdate:
         broken = jnp.stack([_breaks(a, b) for a, b in zip(old, new)]).any()
         return [jnp.where(broken, a, b) for a, b in zip(old, new)]
 
-    def _of_calls(self, values: Sequence) -> list[Sequence]:
+    def _by_call(self, values: Sequence) -> list[Sequence]:
         """A flat list of what calls have, as one list per call."""
         result, start = [], 0
         for record in self.calls:

@@ -147,8 +147,8 @@ def _reachable(root: Any) -> Iterator[Any]:
             yield value
         else:
             return
-        for each in inner:
-            yield from walk(each)
+        for part in inner:
+            yield from walk(part)
 
     return walk(root)
 

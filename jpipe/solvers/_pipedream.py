@@ -248,13 +248,13 @@ def _most_states(levels: list[LinkLevel], limit: float) -> int:
     tables = {0}  # one table per number of devices behind
     for level in reversed(levels):
         pairs = level.size * (level.size - 1) / 2
-        each = pairs if limited else level.size - 1
+        choices = pairs if limited else level.size - 1
         if level is levels[-1]:
             # The time of a stage takes about ten operations, a comparison one.
-            by_square = (pairs + 10 * each) / 2
+            by_square = (pairs + 10 * choices) / 2
         else:
             by_cube += len(tables) * pairs / 6
-            num_bytes += 8 * (each + len(tables))
+            num_bytes += 8 * (choices + len(tables))
         if limited:
             tables = {
                 level.behind(behind, used, m)

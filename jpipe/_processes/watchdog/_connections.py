@@ -144,30 +144,30 @@ def accept(server: socket.socket, address: dict, count: int, seconds: float) -> 
         while len(connections) < count and (left := until - time.monotonic()) > 0:
             ready = [key.fileobj for key, _ in selector.select(min(left, 0.5))]
             now = time.monotonic()
-            for each in ready:
-                if each is server:
+            for stream in ready:
+                if stream is server:
                     with contextlib.suppress(OSError):
                         connection, _ = server.accept()
                         connection.setblocking(False)
                         selector.register(connection, selectors.EVENT_READ)
                         strangers[connection] = now, b""
                     continue
-                assert isinstance(each, socket.socket)
-                came, words = strangers[each]
+                assert isinstance(stream, socket.socket)
+                came, words = strangers[stream]
                 try:
-                    heard = each.recv(_HELLO_BYTES)
+                    heard = stream.recv(_HELLO_BYTES)
                 except OSError:
                     heard = b""
                 words += heard
-                strangers[each] = came, words
+                strangers[stream] = came, words
                 if heard and b"\n" not in words and len(words) < _HELLO_BYTES:
                     continue
-                dismiss(each)
-                process = _greeted(each, words, address["token"])
+                dismiss(stream)
+                process = _greeted(stream, words, address["token"])
                 if process is None:
-                    each.close()
+                    stream.close()
                 else:
-                    connections[process] = each
+                    connections[process] = stream
             for connection, (came, _) in list(strangers.items()):
                 if now - came > _HELLO_SECONDS or len(strangers) > count + _MOST_SILENT:
                     dismiss(connection)
