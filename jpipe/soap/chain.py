@@ -76,7 +76,7 @@ def chain_optimum(
     """The strategy of least additive cost of a chain.
 
     Args:
-      graph: a chain: every operator reads what the one before it wrote, and weights that no other operator reads.
+      graph: a chain: every operator reads the result of the one before it, and weights that no other operator reads.
       machine, costs, space, sync: see `jpipe.soap.search.search`.
 
     Returns:

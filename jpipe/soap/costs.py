@@ -37,7 +37,7 @@ class Analytic:
     """Costs from FLOPs and bytes: the slower of computing and of reading and writing memory, plus the start.
 
     Args:
-      machine: whose devices compute.
+      machine: the machine whose devices compute.
       optimizer_arrays: arrays of the size of the weights that an update reads and writes beside the weights and the
         gradients.
     """
@@ -91,11 +91,11 @@ class Profile:
     What the file lacks is measured, or computed where nothing measures.
 
     Args:
-      machine: whose devices run the operators.
+      machine: the machine whose devices run the operators.
       path: a JSON file; None keeps nothing. It need not exist.
       measure: `(graph, operator, shape) -> (forward seconds, backward seconds)`, such as
         `jpipe.soap.measure.measure`; None computes what the file lacks.
-      optimizer_arrays: as in `Analytic`, which prices updates and sums.
+      optimizer_arrays: see `Analytic`, which prices updates and sums.
 
     Raises:
       ValueError: if the file is no profile.

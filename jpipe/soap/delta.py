@@ -100,7 +100,7 @@ class Simulator:
 
         Args:
           operator: its number.
-          config: how it is split from now on.
+          config: its split from now on.
           limit: seconds. When it is certain that the step takes longer, the simulation ends; only `undo` is allowed
             then.
           memory_limit: bytes. If a device needs more, nothing is simulated, and again only `undo` is allowed.

@@ -1,4 +1,5 @@
-"""Operators whose shards read parts of other shards: each device gets exactly what it reads, and computes its own part.
+"""Operators whose shards read parts of other shards: each device gets exactly the elements that it reads, and computes
+its own part.
 
 XLA's partitioner sends more than a strategy implies where shards of a window, a `pad` or a concatenation read other
 parts of an array than
@@ -27,7 +28,7 @@ PRIMITIVES = frozenset(
     """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min
     reduce_window_sum stack top_k""".split()
 )
-"""What can run so."""
+"""Primitives that can run so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Fetch:
     """A window of an array for each device.
 
     Attributes:
-      source: how the array lies.
-      starts: per device and dim, where its window begins. A window may reach beyond the array.
-      shape: of the windows.
-      padding: per dim, what an equation that pads adds before and after the window.
+      source: the split of the array.
+      starts: per device and dim, the begin of its window. A window may reach beyond the array.
+      shape: the shape of the windows.
+      padding: per dim, the elements that an equation that pads adds before and after the window.
     """
 
     source: Spec
@@ -52,9 +53,9 @@ class Exchange:
     """An equation in which each device computes its part of the result.
 
     Attributes:
-      axes: of the mesh, over whose devices it is: those that split the equation or an operand that is fetched.
-      operands: per operand a window, or the split in which a device has what it reads.
-      outputs: how each result is split.
+      axes: the axes of the mesh that split the equation or an operand that is fetched.
+      operands: per operand a window, or the split in which a device has the part that it reads.
+      outputs: the split of each result.
       sums: per result, the axes along which devices have terms of it, and the dim along which a device keeps its part
         of the sum; None: devices have the whole sum.
     """
@@ -66,11 +67,11 @@ class Exchange:
 
 
 def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
-    """The windows that boxes of loops read, without what is beyond the array along dims that no loop splits.
+    """The windows that boxes of loops read, without elements beyond the array along dims that no loop splits.
 
     Args:
-      source: how the array lies.
-      access: what an equation reads of the array. A second step is that of the channels of groups.
+      source: the split of the array.
+      access: the boxes of the array that an equation reads. A second step is that of the channels of groups.
       loops: `[devices, loops, 2]`, boxes of equal shapes.
 
     Returns:
@@ -90,7 +91,7 @@ def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
 
 
 _Along = tuple[list[int], int, tuple[int, int]]
-"""Of one dim: where the windows of devices begin, how long they are, and the padding before and after them."""
+"""The begins of the devices' windows along one dim, their length, and the padding before and after them."""
 
 
 def _channels_along(dim_map: DimMap, below: DimMap, loops: np.ndarray) -> _Along | None:
@@ -127,7 +128,7 @@ class _Round(NamedTuple):
     """A permutation: each device sends at most one message, and gets at most one.
 
     Attributes:
-      shape: of the messages.
+      shape: the shape of the messages.
       pairs: `(sender, receiver)`. A device may get its own part.
       read: `[devices, rank]`, where the message begins in the sender's part.
       write: `[devices, rank]`, where it begins in the receiver's window.
@@ -145,7 +146,7 @@ def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
 
     Args:
       owned: `[devices, rank, 2]`, the part of the array that each device has.
-      wanted: the same, of windows.
+      wanted: `[devices, rank, 2]`, the window that each device reads.
     """
     count, rank = owned.shape[:2]
     rounds: list[_Round] = []
@@ -210,9 +211,7 @@ def _sent(
     *,
     is_sum: bool,
 ) -> jax.Array:
-    """An array of a device with what it gets of those of other devices, which replaces what is there or is added to
-    it.
-    """
+    """An array of a device with parts of other devices' arrays, which replace its elements or are added to them."""
     device = lax.axis_index(axes)
     for number, exchange_round in enumerate(rounds):
         if number:  # one message at a time, so that a device holds one at a time
@@ -252,7 +251,7 @@ def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Arr
 
     Args:
       value: the array.
-      source, target: how it is split before and after.
+      source, target: its split before and after.
       mesh: the devices.
     """
     if jnp.issubdtype(value.dtype, jnp.inexact):
@@ -295,8 +294,8 @@ def fetch_view(
     Args:
       value: the array.
       fetch: the windows.
-      steps: the equations of the view, and the shape of what a device makes by each.
-      target: how the view is split, over the same axes as the array.
+      steps: the equations of the view, and the shape that a device makes by each.
+      target: the split of the view, over the same axes as the array.
       mesh: the devices.
     """
     sizes = _sizes({name for names in target for name in names}, mesh)
@@ -313,7 +312,7 @@ def fetch_view(
 
 
 def _viewed(eqn: Any, window: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A view of a window that has nothing but what the view reads."""
+    """A view of a window that has no element but those that the view reads."""
     name, params = eqn.primitive.name, eqn.params
     if name == "transpose":
         return lax.transpose(window, params["permutation"])
@@ -364,7 +363,7 @@ def run(eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh) -
     Args:
       eqn: the equation.
       values: its operands.
-      exchange: how devices compute it.
+      exchange: the way in which devices compute it.
       mesh: the devices.
     """
     name = eqn.primitive.name
@@ -430,10 +429,10 @@ def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.A
 
 
 def _sliced(operands: Sequence[Any], whole: Sequence[int], part: np.ndarray, device: jax.Array) -> jax.Array:
-    """A device's part of a slice, where it has all of the operand's dims that are sliced.
+    """A device's part of a slice. The device has all of the operand's dims that are sliced.
 
     Args:
-      operands: of a `dynamic_slice`: the device's part of the array, and where the slice begins.
+      operands: the operands of a `dynamic_slice`: the device's part of the array, and where the slice begins.
       whole: the shape of the slice.
       part: `[devices, rank, 2]`, the parts of it.
       device: the number of the device.
@@ -470,11 +469,11 @@ def _joined(
     """A device's part of a concatenation: from each operand what it has of it.
 
     Args:
-      windows: of all operands, each of the shape of the part.
-      exchange: how they were fetched.
-      dim: along which operands are joined.
-      sizes: of the operands along it.
-      axes: of the mesh.
+      windows: the windows of all operands, each of the shape of the part.
+      exchange: the way in which they were fetched.
+      dim: the dim along which operands are joined.
+      sizes: the sizes of the operands along it.
+      axes: the axes of the mesh.
     """
     joined = windows[0]
     for window, fetch, size in zip(windows[1:], exchange.operands[1:], sizes[1:]):

@@ -21,7 +21,7 @@ class Known(NamedTuple):
 
     Attributes:
       sizes: axis of the mesh -> number of devices.
-      written: how results of earlier equations are split.
+      written: the splits of results of earlier equations.
       inputs: numbers of the tensors that are inputs of the function. All devices have them.
       in_stages: whether devices cannot fetch parts from each other.
     """
@@ -50,8 +50,8 @@ def exchange_of(
     axes: Sequence[tuple[str, ...]],
     known: Known,
 ) -> Exchange | None:
-    """The exchange of an equation whose shards read parts of others; None if XLA can do it as well, or no exchange
-    can.
+    """The exchange of an equation whose shards read parts of others. None if XLA sends as little, or no exchange can do
+    it.
     """
     equation = member.equation
     if known.in_stages or equation.primitive not in PRIMITIVES:
@@ -102,12 +102,12 @@ def _window(equation: FlatEquation, access: Access, source: Spec, loops: np.ndar
 
 
 def _is_gather(before: Spec, after: Spec) -> bool:
-    """Whether devices have larger parts of an array after a move."""
+    """Returns whether devices have larger parts of an array after a move."""
     return not set(axes_of(before)) <= set(axes_of(after))
 
 
 def _is_left_to_compiler(primitive: str, axes: Sequence[tuple[str, ...]]) -> bool:
-    """Whether XLA sends no more than it has to, of an operator whose shards read equal parts.
+    """Returns whether XLA sends no more than it has to. Shards of the operator read equal parts.
 
     It adds up the gradient of an embedding over one axis after the other, and gathers the operand of a slice that
     several axes split. Of windows with padding, convolutions with groups and a top k it gathers what the gradient

@@ -60,8 +60,8 @@ def apply(
     `jax.custom_vjp`) keeps them, and only its arguments and results are constrained.
 
     Args:
-      function: that `graph` was traced from.
-      graph: of `jpipe.soap.trace`, for arguments of the same shapes.
+      function: the function that `graph` was traced from.
+      graph: the result of `jpipe.soap.trace`, for arguments of the same shapes.
       strategy: a configuration per operator. Each uses the whole mesh.
       mesh: its axes are left to the compiler. Devices of the strategy are numbered along it, the last axis fastest.
         `device_mesh` makes one whose axes can split several loops.
@@ -114,8 +114,8 @@ def with_splits(function: Callable[..., Any], plan: Plan, mesh: Mesh) -> Callabl
     """A function whose equations are split.
 
     Args:
-      function: of pytrees of arrays.
-      plan: how its equations are split.
+      function: a function of pytrees of arrays.
+      plan: the splits of its equations.
       mesh: its axes are left to the compiler.
     """
     run = _Run(mesh)
@@ -133,7 +133,7 @@ class _View(NamedTuple):
 
     Attributes:
       source: the array.
-      equations: in their order.
+      equations: the equations in their order.
     """
 
     source: Any
@@ -214,8 +214,8 @@ class _Run:
         plan: Plan,
         views: Mapping[Any, _View | None],
     ) -> dict:
-        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does; `views` are of
-        them.
+        """The arguments of a called jaxpr, by variable, each in the split of the first equation that reads it; `views`
+        are of them.
         """
         moved: dict[Any, Any] = {}
         for number, eqn in enumerate(jaxpr.eqns):
@@ -269,7 +269,7 @@ class _Run:
         return self(jaxpr, consts, values, plan, views)
 
     def _scan(self, eqn: Any, values: Sequence, plan: Plan) -> list:
-        """A loop, as one loop per run of turns that are split alike."""
+        """Runs a loop as one loop per run of turns that have the same split."""
         params, body = eqn.params, eqn.params["jaxpr"]
         num_consts, num_carry = loop_counts(params)
         consts, carry = values[:num_consts], values[num_consts:][:num_carry]

@@ -1,4 +1,4 @@
-"""The best strategy of all, by a search of the whole space that leaves out what cannot be better.
+"""The best strategy of all, by a search of the whole space that leaves out strategies that cannot be better.
 
 Operators are decided in the order of the graph. For decided operators the bound knows shards, transfers, sums and the
 updates of weights. For the others it knows, from each configuration of a decided operator, the shortest way through
@@ -60,7 +60,7 @@ def exhaustive(
     Args:
       graph, machine, costs, space, memory_limit, sync, optimizer_arrays: see `jpipe.soap.search.search`.
       start: a good strategy, such as one that `search` found. The better it is, the more is left out.
-      max_simulations: after so many simulations the search gives up.
+      max_simulations: the number of simulations after which the search gives up.
 
     Raises:
       ValueError: if no strategy fits into the memory.
@@ -126,7 +126,7 @@ class _PartialStrategy:
         self._load = [0.0] * tasks.routes.num_resources
 
     def _shortest_tails(self) -> list[dict[Config, float]]:
-        """Of each operator and configuration, seconds that pass at least from the end of any shard's forward to the
+        """The fewest seconds, for each operator and configuration, from the end of any shard's forward to the
         start of some shard's backward, or to the end of the step if the operator has no backward.
         """
         graph, tasks = self._graph, self._tasks
@@ -172,8 +172,8 @@ class _PartialStrategy:
         return min(last) + min(back)
 
     def _sums(self, operator: int, config: Config) -> tuple[list[float], list[float]]:
-        """Per shard, seconds from the end of its forward to that of the last sum that needs it; and from the gradient
-        of the sum that it owns to the last shard that has it. Zero where an output is no sum.
+        """Two times per shard: from the end of its forward to the end of the last sum that needs it, and from the
+        gradient of the sum that it owns to the last shard that has it. In seconds; zero where an output is no sum.
         """
         key = operator, config
         if key not in self._known_sums:
@@ -218,8 +218,8 @@ class _PartialStrategy:
             self._take_back(loads)
 
     def _different(self, operator: int) -> Iterator[Config]:
-        """Its configurations; of those that differ only in the names of equal devices that nothing uses yet, the
-        first.
+        """The configurations of an operator. Of those that differ only in the names of equal devices that are not yet
+        used, the first.
         """
         used = {device for config in self._chosen for device in config.devices}
         seen = set()
@@ -236,7 +236,7 @@ class _PartialStrategy:
             yield config
 
     def _bound(self, operator: int) -> float:
-        """Every strategy that begins so takes at least so many seconds."""
+        """Returns a lower bound on the seconds of every strategy that begins so."""
         heads, ways = self._heads[operator], self._ways[operator]
         num_devices = self._tasks.machine.num_devices
         work = sum(self._load[:num_devices]) + self._work_after[operator + 1]
@@ -249,7 +249,7 @@ class _PartialStrategy:
         )
 
     def _decide(self, operator: int, config: Config) -> list[tuple[int, float]]:
-        """Extends heads and ways by one operator. Returns what it adds to the load of devices and links."""
+        """Extends heads and ways by one operator. Returns the seconds that it adds to the load of devices and links."""
         graph, tasks = self._graph, self._tasks
         forward, backward = tasks.shards.seconds(operator, config.degrees)
         heads = [0.0] * len(config.devices)
@@ -283,9 +283,7 @@ class _PartialStrategy:
         return loads
 
     def _after_sums(self, operator: int, config: Config, times: list[float], backward: bool) -> list[float]:
-        """Returns the times at which results are there, given the ends of the shards' forwards; for gradients in
-        reverse.
-        """
+        """Returns the times of the results, given the ends of the shards' forwards; for gradients in reverse."""
         tasks, per_output = self._tasks, []
         for tensor in self._graph.operators[operator].outputs:
             result = list(times)

@@ -30,7 +30,7 @@ class Value:
     """An array.
 
     Attributes:
-      shape, dtype: of the array.
+      shape, dtype: the shape and dtype of the array.
       constant: whether it depends on no argument of the function.
       literal: its value, if it is a scalar that is written in the program.
       argument: its number among the arguments of the function; None if it is none.
@@ -48,12 +48,12 @@ class FlatEquation:
     """One primitive of the program.
 
     Attributes:
-      primitive: its name; "view" and "stack_turns" (the stack of what the turns of a loop return) are ours.
-      inputs, outputs: what it reads and writes.
-      params: of the primitive.
-      repeats: how often it runs.
+      primitive: its name; "view" and "stack_turns" (the stack of the results of a loop's turns) are ours.
+      inputs, outputs: the values that it reads and writes.
+      params: the parameters of the primitive.
+      repeats: the number of times that it runs.
       bind: the JAX primitive, for measuring.
-      place: where it stands in the jaxpr, see `Place`.
+      place: its place in the jaxpr, see `Place`.
       in_custom_jvp: whether it is in a function with a derivative rule of its own.
     """
 
@@ -81,8 +81,8 @@ class FlatProgram:
 
     Attributes:
       arguments: the arguments of the function.
-      equations: in the order of the program.
-      results: what it returns.
+      equations: the equations in the order of the program.
+      results: the values that it returns.
     """
 
     arguments: list[Value]

@@ -22,7 +22,7 @@ class Group:
     Attributes:
       equations: positions in the program, in order.
       is_run: whether further elementwise equations may join.
-      sizes, can_split: of each loop, in runs.
+      sizes, can_split: the size of each loop, and whether it may be split, in runs.
       dims: value -> the loop of each of its dims, or None for dims of size 1, in runs. Beside the values that the run
         computes, it has those of which it computes statistics.
       rows: value -> the loop over which it is a statistic.
@@ -45,7 +45,7 @@ class Fusion:
       results: the values that the function returns.
 
     Attributes:
-      readers: value -> positions of the equations that read it, or what it shows; the number of equations for a result.
+      readers: value -> positions of the equations that read it, or a view of it; the number of equations for a result.
       groups: equations that become one operator, in an order in which they can run.
     """
 
@@ -119,7 +119,7 @@ class Fusion:
         return chosen
 
     def _join_statistics(self, i: int) -> Group | None:
-        """The run that computes the statistics of rows of equation `i`: that of their array, or a new one."""
+        """The run that computes the statistics of rows of equation `i`: the run of their array, or a new one."""
         equation = self._equations[i]
         base, access = self._sources(i)[0]
         shape, rank = equation.inputs[0].shape, len(equation.inputs[0].shape)
@@ -186,7 +186,7 @@ class Fusion:
         return loops if can_split <= set(loops.values()) else None
 
     def _only_for(self, run: Group, chosen: Group | None, i: int) -> bool:
-        """Whether nothing but the run, `chosen` and equation `i` reads what the run writes."""
+        """Returns whether the results of the run have no readers but the run, `chosen` and equation `i`."""
         inside = {i, *run.equations, *(chosen.equations if chosen else ())}
         return all(
             reader in inside
@@ -196,7 +196,7 @@ class Fusion:
         )
 
     def _is_free(self, run: Group, chosen: Group | None, i: int) -> bool:
-        """Whether no other operator stands between the run and what equation `i` reads beside it."""
+        """Returns whether no other operator stands between the run and the other arrays that equation `i` reads."""
         inside = {id(run), id(chosen)}
         merged = [run] if chosen is None else [run, chosen]
         first = min(g.equations[0] for g in merged)

@@ -1,4 +1,4 @@
-"""The operator graph: what a strategy splits, without JAX.
+"""The operator graph, which a strategy splits, without JAX.
 
 An operator is a nest of loops, as an einsum is: a matrix product has a loop per row, per column and per term of the
 sum. Every dim of what it reads and writes follows loops. To split an operator is to give each loop a degree; a shard is
@@ -78,8 +78,8 @@ class Input:
 
     Attributes:
       tensor: number of the tensor.
-      access: which box of the tensor a box of loops needs.
-      repeats: how often the box is sent: an operator that repeats reads a new value each time.
+      access: the box of the tensor that a box of loops needs.
+      repeats: the number of times that the box is sent: an operator that repeats reads a new value each time.
       kept: whether the backward reads it, or computes again from it what it reads.
     """
 
@@ -97,11 +97,11 @@ class Operator:
       name: unique in the graph.
       kind: "dot_general", "conv_general_dilated", "elementwise", "gather", ...
       loops: its loops.
-      inputs: what it reads. Constants are left out.
+      inputs: the tensors that it reads. Constants are left out.
       outputs: numbers of the tensors that it writes.
       flops_per_point: FLOPs of one turn of the innermost loop in the forward.
       backward_factor: FLOPs of the backward divided by those of the forward; 0 without a backward.
-      repeats: how often it runs one after the other, as the body of a loop does.
+      repeats: the number of times that it runs one after the other, as the body of a loop does.
       equations: the traced equations, for measuring and executing; see `jpipe.soap.trace`.
       residuals: numbers of tensors that it computes for itself and keeps for the backward.
     """
@@ -133,7 +133,7 @@ class OperatorGraph:
     """Operators in an order in which they can run, and the tensors between them.
 
     Attributes:
-      operators: every operator reads what earlier ones write.
+      operators: the operators; every operator reads results of earlier ones.
       tensors: all tensors.
       results: numbers of the tensors that the function returns.
     """
@@ -169,7 +169,7 @@ class OperatorGraph:
 
     @functools.cached_property
     def is_chain(self) -> bool:
-        """Whether every operator reads what the one before wrote, and nothing older."""
+        """True if every operator reads the result of the one before, and nothing older."""
         return all(source == i - 1 for source, i, _ in self.edges) and len({i for _, i, _ in self.edges}) == max(
             len(self.operators) - 1, 0
         )
@@ -198,7 +198,7 @@ def with_kinds(
       sizes: turns of each loop.
       in_output: whether a dim of an output follows the loop.
       can_split: whether it may be split.
-      inputs: what the operator reads.
+      inputs: the tensors that the operator reads.
       tensors: all tensors.
     """
     samples = [False] * len(sizes)

@@ -20,8 +20,8 @@ class HeldSpan(NamedTuple):
     Attributes:
       device: the device.
       first, last: positions in the order of the step: see `Lifetimes`.
-      num_bytes: the bytes; below 0 for what is held no more while something else takes its place.
-      copied_until: of an input of the function, the last position at which its first reader needs it; None of all else.
+      num_bytes: the bytes; below 0 for bytes that are no longer held while others take their place.
+      copied_until: the last position at which the first reader of an input of the function needs it; else None.
       is_exchanged: whether devices send parts of it, which they do from the main memory.
     """
 
@@ -49,7 +49,7 @@ class HeldBytes:
         self._most: list[int] | None = None
 
     def add(self, held: Iterable[HeldSpan], sign: int) -> None:
-        """Adds what a block holds, or takes it away if `sign` is -1."""
+        """Adds the spans of a block, or takes them away if `sign` is -1."""
         on_chip = self._on_chip_bytes
         for device, first, last, num_bytes, copied_until, is_exchanged in held:
             is_brief = last - first <= 1 and 0 < num_bytes <= on_chip
@@ -74,7 +74,7 @@ class HeldBytes:
 
 
 class Holdings:
-    """Lists what devices hold for operators, edges and weights.
+    """Lists the arrays that devices hold for operators, edges and weights.
 
     Args:
       graph: the operators.
@@ -100,7 +100,7 @@ class Holdings:
         return self._lifetimes.end + 1
 
     def operator(self, number: int, config: Config) -> list[HeldSpan]:
-        """The results of an operator, what it keeps for its own backward, and the inputs that it reads first."""
+        """The results of an operator, the arrays kept for its own backward, and the inputs that it reads first."""
         graph, lifetimes = self._graph, self._lifetimes
         operator, regions = graph.operators[number], self._shards.regions
         held: list[HeldSpan] = []
@@ -173,9 +173,9 @@ class Holdings:
         part of what its sender has is copied out of it, and so held by both ends beside the arrays; one at a time.
 
         Args:
-          number: of the edge.
-          above, below: how writer and reader are split.
-          pairs: of `Shards.edge_pairs`.
+          number: the number of the edge.
+          above, below: the splits of the writer and of the reader.
+          pairs: the result of `Shards.edge_pairs`.
           has_gradient: whether a gradient goes back.
         """
         source, target, position = self._graph.edges[number]

@@ -22,11 +22,11 @@ from jpipe.soap.trace import trace
 
 
 class StrategySplit(NamedTuple):
-    """How a layer is split over the automatic axes of a mesh.
+    """The split of a layer over the automatic axes of a mesh.
 
     Attributes:
-      parameter_specs: of each parameter, the axis of each dim, several axes or None.
-      plan: of its equations.
+      parameter_specs: for each parameter, the axis of each dim, several axes or None.
+      plan: the splits of its equations.
     """
 
     parameter_specs: tuple[tuple, ...]
@@ -41,7 +41,7 @@ class LayersGraph(NamedTuple):
     """The operators of layers.
 
     Attributes:
-      graph: of all layers and the loss, one after the other.
+      graph: the operators of all layers and the loss, one after the other.
       num_parameters: number of parameters of each layer.
     """
 
@@ -49,7 +49,7 @@ class LayersGraph(NamedTuple):
     num_parameters: Sequence[int]
 
     def splits(self, strategy: Sequence[Config], sizes: Mapping[str, int]) -> list[StrategySplit]:
-        """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
+        """The split of each layer over the axes of a mesh by a strategy; see `jpipe.soap.splits.splits`."""
         split = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
         for i, count in enumerate(self.num_parameters):
@@ -75,14 +75,14 @@ def layers_graph(
     Layers are traced as for a CPU: a strategy splits products, and a kernel of another platform would hide them.
 
     Args:
-      layers: of `jpipe.layers.as_layers`.
+      layers: the result of `jpipe.layers.as_layers`.
       loss: the loss.
       batch: abstract arrays: a whole batch, or a microbatch as each device of a pipeline gets it.
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
       key_impl: implementation of the random keys; None is JAX's default.
       evaluated: whether the layers run as in evaluation: nothing is dropped, and batch norm uses its running
         statistics. Otherwise it uses those of the whole batch, which devices have to add up.
-      options: of `jpipe.soap.trace`.
+      options: the options of `jpipe.soap.trace`.
     """
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     bound: list[Layer] = []
@@ -125,7 +125,7 @@ class StoredStrategy:
     """A strategy in a file of `jpipe.soap.save_strategy`, which is read when the layers are traced.
 
     Attributes:
-      path: of the file.
+      path: the path of the file.
     """
 
     path: str

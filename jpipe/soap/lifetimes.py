@@ -62,8 +62,7 @@ class Lifetimes:
         return self.end - 1 - operator
 
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
-        """Lifetime of an operator's result: from its forward to its last reader, or to the backward for which it is
-        kept.
+        """Lifetime of an operator's result: from its forward to its last reader, or to the backward that needs it.
 
         An elementwise operator that reads it last writes its own result to the same place.
         """
@@ -83,15 +82,12 @@ class Lifetimes:
         return operator, operator
 
     def input(self, reader: int) -> tuple[int, int]:
-        """Returns the last position at which an input of the function is held, and the last one at which its first
-        reader needs it.
-        """
+        """The last position of an input of the function, and the last position at which its first reader needs it."""
         has_backward = self._graph.operators[reader].has_backward
         return self.end, self.backward(reader) if has_backward else reader
 
     def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
-        """The part of the lifetime `value` in which a reader's own array takes the place of the writer's; None if it
-        never does.
+        """The part of the lifetime `value` in which a reader's own array replaces the writer's; None if it never does.
 
         The reader's array, which is put together of parts from several devices, is the one that its backward reads. If
         no other backward reads the writer's array, it is there until its last reader.
@@ -113,8 +109,8 @@ class Lifetimes:
         return max(self._readers[tensor]) + 1, self.backward(reader)
 
     def gradient(self, operator: int, tensor: int) -> tuple[int, int] | None:
-        """Lifetime of the gradient by a result: from the first backward that adds to it to the one that reads it; None
-        without a gradient.
+        """Lifetime of the gradient by a result: from the first backward that adds to it to the backward that reads it;
+        None without a gradient.
 
         The gradient by a result of the whole function is there for the backward that reads it. An elementwise backward
         writes its results to the place of what it reads, which is therefore not held beside them.
@@ -133,5 +129,5 @@ class Lifetimes:
         return self.backward(max(readers)), self.end
 
     def _differentiated(self, operators: Iterable[int]) -> list[int]:
-        """Those of some operators that have a backward."""
+        """The operators, out of some, that have a backward."""
         return [i for i in operators if self._graph.operators[i].has_backward]

@@ -19,7 +19,7 @@ class Level:
     """A level of the hierarchy: groups of equal size, one inside of the other.
 
     Attributes:
-      size: how many groups of the level below (devices, at the lowest) are in one group.
+      size: the number of groups of the level below (devices, at the lowest) in one group.
       bandwidth: bytes per second of a link between two of them, in one direction.
       latency: seconds of an empty message.
       shared: whether all messages that leave a group of the level below queue for one link, such as the network card of
@@ -47,7 +47,7 @@ class Machine:
     """Equal devices, and links between them.
 
     Attributes:
-      name: of the machine; costs that are measured are kept under `device_kind`.
+      name: the name of the machine; costs that are measured are kept under `device_kind`.
       levels: the hierarchy, from the inside. The product of the sizes is the number of devices.
       flops: FLOPs per second that a device reaches in matrix products.
       memory_bandwidth: bytes per second that a device reads and writes.
@@ -55,9 +55,9 @@ class Machine:
       memory_bytes: memory of a device.
       links: links between two devices that differ from those of the hierarchy.
       device_kind: name of the device.
-      product_item_bytes: bytes per element to which products round what they read, as TPUs do with float32 (2, unless a
+      product_item_bytes: bytes per element to which products round their operands, as TPUs do with float32 (2, unless a
         precision is asked for); None: they do not. It changes the memory, not the bytes that are sent.
-      on_chip_bytes: of a memory beside `memory_bytes` in which the compiler leaves arrays that are used up at once; see
+      on_chip_bytes: bytes of another memory, in which the compiler leaves arrays that are used up at once; see
         `jpipe.soap.lifetimes`. 0 where hardware alone manages it, as the caches of GPUs.
       overlap: whether a device computes while it receives. If not, as in XLA's programs for CPUs, a message takes its
         seconds from the device that receives it.
@@ -235,7 +235,7 @@ PRESETS = {"k80": k80_cluster, "p100": p100_cluster}
 
 
 def measured(machine: Any, *, flops: float, memory_bandwidth: float, device_kind: str = "device") -> Machine:
-    """A machine of what `jpipe.plan.measure_machine` measures.
+    """Makes a machine of the measurements of `jpipe.plan.measure_machine`.
 
     Args:
       machine: a `jpipe.solvers.Machine`.

@@ -46,10 +46,10 @@ def measure(
     after it read it last, and caches have other arrays then.
 
     Args:
-      graph: of `jpipe.soap.trace`.
+      graph: the result of `jpipe.soap.trace`.
       operator: its number.
       shape: turns of each loop in the shard.
-      devices: where to run; None is all devices of this process.
+      devices: the devices that run it; None is all devices of this process.
       num_timings: the median of so many timings counts.
 
     Returns:
@@ -85,13 +85,13 @@ def _backward(
     cold: list[bool],
     rng: np.random.Generator,
 ) -> tuple[Callable, list[np.ndarray], list[bool]]:
-    """The backward of a function as a function of what the forward keeps for it and of the gradients of the results.
+    """The backward of a function, as a function of the values kept by the forward and the gradients of the results.
 
     Args:
-      function: of `inputs`.
+      function: a function of `inputs`.
       inputs: numbers to run it with.
       places: the inputs whose gradients are wanted.
-      cold: of each input, as in `_seconds`.
+      cold: see `_seconds`.
       rng: gives the gradients of the results.
 
     Returns:
@@ -132,10 +132,10 @@ def _seconds(
     """Median seconds of a call, while all devices call it, without the launch of the program.
 
     Args:
-      function: of the inputs.
-      inputs: on each device.
-      cold: of each input, whether no cache has it when a call begins.
-      devices: where to run.
+      function: a function of the inputs.
+      inputs: the inputs on each device.
+      cold: for each input, whether no cache has it when a call begins.
+      devices: the devices that run it.
       num_timings: the median of so many timings counts.
     """
     mesh = jax.make_mesh(
@@ -203,8 +203,8 @@ def local_program(
     """An operator's equations with the sizes of its first shard.
 
     Args:
-      graph: of `jpipe.soap.trace`.
-      number: of the operator.
+      graph: the result of `jpipe.soap.trace`.
+      number: the number of the operator.
       shape: turns of each loop in the shard.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The way from one split of an array to another in steps that send no more than they have to.
+"""The steps from one split of an array to another. They send no more bytes than needed.
 
 Where a constraint moves the axes of one dim to two other dims, or the reverse, XLA (jaxlib 0.10.2) uses no all-to-all:
 it gathers the array whole on every device and slices it. So an array is first sliced along all axes that are new, which
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
     Attributes:
       spec: the split to which it leads.
-      is_fetched: whether devices fetch what they need from each other; otherwise the compiler sends it.
+      is_fetched: whether devices fetch their parts from each other; otherwise the compiler sends them.
     """
 
     spec: Spec
@@ -66,7 +66,7 @@ def steps_between(
     little as possible.
 
     Args:
-      shape: of the array.
+      shape: the shape of the array.
       source, target: the axes over which each dim is split.
       sizes: axis -> number of devices.
       by_compiler: whether exchanges that the compiler does as an all-to-all are left to it.
@@ -141,7 +141,7 @@ def is_direct(
     target: Spec,
     sizes: Mapping[str, int],
 ) -> bool:
-    """Whether the steps between two splits send no more than what devices need and do not have."""
+    """Returns whether the steps between two splits send no more than devices need and do not have."""
     specs = [
         source,
         *(step.spec for step in steps_between(shape, source, target, sizes)),
@@ -153,7 +153,7 @@ def is_direct(
 
 
 def _is_all_to_all(before: Spec, after: Spec) -> bool:
-    """Whether the last axes of one dim become the last of one other, in the same order."""
+    """Returns whether the last axes of one dim become the last of one other, in the same order."""
     changed = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
     if len(changed) != 2:
         return False

@@ -45,8 +45,8 @@ def save_timeline(
 
     Args:
       path: a file whose suffix Matplotlib knows, such as .svg.
-      tasks, timeline: of a simulation.
-      title: above the picture.
+      tasks, timeline: the tasks and the timeline of a simulation.
+      title: the title above the picture.
 
     Raises:
       ImportError: if Matplotlib is not installed.
@@ -119,7 +119,7 @@ def save_history(
 
     Args:
       path: a file whose suffix Matplotlib knows, such as .svg.
-      history, elapsed, starts: of `jpipe.soap.Found`.
+      history, elapsed, starts: the fields of `jpipe.soap.Found`.
 
     Raises:
       ImportError: if Matplotlib is not installed.

@@ -65,7 +65,7 @@ class Polish:
         self.is_local_optimum = False
 
     def run(self) -> None:
-        """Until no change helps, or the budget is over."""
+        """Changes the strategy until no change helps, or the budget is over."""
         while True:
             if not self._singles():
                 return
@@ -215,8 +215,8 @@ class Polish:
         return False
 
     def _next(self, run: list[int], forward: bool) -> tuple[int, Config] | None:
-        """The operator that follows a run, or precedes it, and the configuration with which the least is sent between
-        them.
+        """The operator after a run, or before it, and the configuration for which they send each other the fewest
+        bytes.
         """
         inside = set(run)
         nearest: tuple[int, int, int] | None = None

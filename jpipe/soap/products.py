@@ -31,7 +31,7 @@ def product(left: jax.Array, right: jax.Array, params: Params) -> jax.Array:
     Args:
       left: its first operand.
       right: its second operand.
-      params: of the `dot_general`: "dimension_numbers", "precision" and "preferred_element_type".
+      params: the parameters of the `dot_general`: "dimension_numbers", "precision" and "preferred_element_type".
     """
     named = dict(params)
     return lax.dot_general(

@@ -14,7 +14,7 @@ from jpipe.soap.strategy import Config, shard_boxes
 
 
 def reads_tiles(operator: Operator, config: Config) -> bool:
-    """Whether each shard reads an equal part of each operand, in order, or all shards the same part, along every dim.
+    """Returns whether each shard reads an equal part of each operand, in order, or all the same, along every dim.
 
     Shards of windows, slices, pads and concatenations read other parts, some of them of their neighbours. XLA sends
     those by collective permutes.
@@ -41,7 +41,7 @@ def _reads_tiles(access: Access, loops: np.ndarray) -> bool:
 
 
 def is_partitioned_right(operator: Operator, config: Config, num_devices: int) -> bool:
-    """Whether XLA computes the right numbers of a split with whole groups of channels.
+    """Returns whether XLA computes the right numbers of a split with whole groups of channels.
 
     XLA double-counts a convolution's sum if a mesh axis splits neither samples nor positions and is replicated or
     splits channels (jaxlib 0.10.2, tried for all degrees on 4 and 8 CPU devices). Splits by samples and output channels
@@ -69,7 +69,7 @@ def _channel_groups(operator: Operator) -> list[tuple[int, int]]:
 
 
 def _has_whole_groups(operator: Operator, config: Config) -> bool:
-    """Whether each shard of a convolution computes whole groups of channels, or a part of one.
+    """Returns whether each shard of a convolution computes whole groups of channels, or a part of one.
 
     XLA computes wrong numbers where a shard has parts of two groups.
     """

@@ -48,7 +48,7 @@ class DimMap:
 
     @property
     def is_plain(self) -> bool:
-        """Whether element i needs element i alone."""
+        """True if element i needs element i alone."""
         rest = (self.stride, self.offset, self.width, self.divisor, self.dilation)
         return self.dim is not None and rest == (1, 0, 1, 1, 1)
 
@@ -116,7 +116,7 @@ def followed(access: Access) -> list[int | None]:
 
 
 def is_plain(access: Access) -> bool:
-    """Whether dims are only permuted, repeated or dropped: a dim of size 1 may be whole."""
+    """Returns whether dims are only permuted, repeated or dropped: a dim of size 1 may be whole."""
     return all(dim_map.is_plain or (dim_map.dim is None and dim_map.size == 1) for step in access for dim_map in step)
 
 

@@ -43,7 +43,7 @@ _FIRST_INDEX = {"dynamic_slice": 1, "dynamic_update_slice": 2, "gather": 1}
 _FUSED = {"conv_general_dilated", "dot_general", *ELEMENTWISE} | {
     f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum")
 }
-"""What reads the result of an elementwise equation may compute it as a part of itself."""
+"""Primitives that may compute an elementwise operand as a part of themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def residuals_of(operators: Sequence[Sequence[FlatEquation]], refs: Refs, weight
     Args:
       operators: the equations of each, in an order in which they can run.
       refs: see `Refs`.
-      weights: by which there are gradients.
+      weights: the weights whose gradients are computed.
     """
     analysis = _Analysis(refs, weights)
     for equations in operators:
@@ -79,7 +79,7 @@ def derivative_reads(equation: FlatEquation, differentiated: Sequence[bool]) -> 
     """The values that the derivative of an equation reads.
 
     Args:
-      equation: whose results have gradients.
+      equation: the equation whose results have gradients.
       differentiated: whether each operand has a gradient.
 
     Returns:
@@ -179,7 +179,7 @@ class _Analysis:
         return KeptValues(kept_for, reads, masks)
 
     def _back_to(self, values: Iterable[Value], is_end: Callable[[Value], bool]) -> set[Value]:
-        """The ends at which values are reached from which `values` are computed again."""
+        """The ends that a walk back from `values` reaches."""
         ends: set[Value] = set()
         seen = set(values)
         waiting = list(seen)
@@ -214,7 +214,7 @@ class _Analysis:
         return kept
 
     def _parts(self, read: Iterable[Value]) -> list[list[Value]]:
-        """The values from which `read` is computed, in parts that share no value."""
+        """The values from which `read` is computed, in parts without common values."""
         above: dict[Value, Value] = {}
 
         def root(value: Value) -> Value:

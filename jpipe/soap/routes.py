@@ -30,7 +30,7 @@ class Routes:
     def messages(
         self, sources: np.ndarray, targets: np.ndarray, num_bytes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`message` of many at once, up to rounding; what stays on a device takes no time."""
+        """Computes `message` of many at once, up to rounding; bytes that stay on a device take no time."""
         ends = sources, targets
         seconds = self._latencies[ends] + num_bytes * self._seconds_per_byte[ends]
         return self._links[ends], np.where(sources == targets, 0.0, seconds)

@@ -1,4 +1,4 @@
-"""A rule for each primitive of JAX: its loops, and what they read and write.
+"""A rule for each primitive of JAX: its loops, and the boxes that they read and write.
 
 To teach the search a primitive, write its rule here: a function of an equation that returns a `Nest`, under its name in
 `RULES`.
@@ -34,10 +34,10 @@ class Nest:
     Attributes:
       sizes: turns of each loop.
       can_split: whether each loop may be split.
-      reads: per input, which box of it a box of loops needs.
+      reads: per input, the box of it that a box of loops needs.
       writes: per output and dim, the loop that it follows, or None.
       flops: FLOPs per turn of the innermost loop.
-      num_differentiable: how many inputs cost FLOPs in the backward, if they have gradients.
+      num_differentiable: the number of inputs that cost FLOPs in the backward, if they have gradients.
     """
 
     sizes: tuple[int, ...]
@@ -339,7 +339,7 @@ def unsplittable(equation: FlatEquation) -> Nest:
 
 
 def views(equation: FlatEquation) -> Sequence[Access] | None:
-    """Per output, what it reads of the input at its position (or of the only one); None if the equation computes."""
+    """Per output, the access to the input at its position (or to the only one); None if the equation computes."""
     params, name = equation.params, equation.primitive
     shape = equation.inputs[0].shape if equation.inputs else ()
     (new, *_) = (value.shape for value in equation.outputs)

@@ -1,4 +1,4 @@
-"""Markov chain Monte Carlo over strategies (FlexFlow, section 6.2), and what makes its result better.
+"""Markov chain Monte Carlo over strategies (FlexFlow, section 6.2), and the steps that improve its result.
 
 The chain visits strategy S with a probability proportional to exp(-beta * seconds(S)). A step draws an operator and a
 configuration, both uniformly, and takes the change with probability min(1, exp(beta * (seconds before - seconds
@@ -41,8 +41,8 @@ def accepted_up_to(seconds: float, beta: float, uniform: float) -> float:
     it is slower.
 
     Args:
-      seconds: of the present strategy.
-      beta: per second.
+      seconds: the seconds of the present strategy.
+      beta: the inverse temperature, per second.
       uniform: a number drawn from [0, 1).
     """
     return seconds - math.log(uniform) / beta if uniform > 0 else math.inf
@@ -133,8 +133,8 @@ def search(
       memory_limit: bytes per device; None is that of the machine.
       starts: name -> strategy; None: data parallelism, the experts and one random strategy.
       space: the configurations to choose from; None: all.
-      beta: per second; None chooses it by the fastest start.
-      seed: of the random numbers. With a budget of proposals, the same seed finds the same strategy.
+      beta: the inverse temperature, per second; None chooses it by the fastest start.
+      seed: the seed of the random numbers. With a budget of proposals, the same seed finds the same strategy.
       sync, optimizer_arrays: see `jpipe.soap.tasks.Tasks`.
       polish: whether to change operators at last as long as that helps; see `jpipe.soap.polish`.
       max_polish_proposals: the number of proposals of the polish; None: until nothing helps, or `budget_seconds` are
@@ -208,7 +208,7 @@ def starts_of(space: Space, seed: int = 0) -> dict[str, Strategy]:
 
     Args:
       space: the configurations to choose from.
-      seed: of the random one.
+      seed: the seed of the random strategy.
     """
     starts = default_starts(space.graph, space.num_devices)
     starts["random"] = random_strategy(space, np.random.default_rng(seed))

@@ -11,7 +11,7 @@ from jpipe.soap.strategy import Regions, local_shape
 
 
 class Shards:
-    """Seconds of shards, what they read and write, and what they have in common.
+    """Seconds of shards, the boxes that they read and write, and the overlaps of these.
 
     Several task graphs of one operator graph may share it.
 
@@ -88,7 +88,7 @@ class Shards:
         return self._sums[key]
 
     def gradient_returns(self, number: int) -> bool:
-        """Whether a gradient is sent back along an edge."""
+        """Returns whether a gradient is sent back along an edge."""
         source, target, position = self.graph.edges[number]
         operators = self.graph.operators
         tensor = operators[target].inputs[position].tensor
@@ -103,7 +103,7 @@ class Shards:
 
         Args:
           weight: number of the tensor.
-          degrees: of each of its readers, in the order of `graph.readers_of_weight`.
+          degrees: the degrees of each of its readers, in the order of `graph.readers_of_weight`.
         """
         key = weight, tuple(degrees)
         if key not in self._parts:

@@ -28,7 +28,7 @@ class TaskTimes:
     Attributes:
       ready, start, end: seconds of each task. Numbers that are in no block of the graph have no meaning.
       order: the tasks in the order of `(ready, key)`.
-      seconds: when the last task ends.
+      seconds: the end of the last task.
     """
 
     ready: list[float]
@@ -39,8 +39,8 @@ class TaskTimes:
 
 
 def without_collection(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, during which Python looks for no cycles of objects: there are none, and it takes half of the
-    time.
+    """Decorator: the function runs without Python's search for cycles of objects. There are none, and the search takes
+    half of the time.
     """
 
     @functools.wraps(function)
@@ -95,8 +95,8 @@ class Simulated:
     """The result of simulating a strategy.
 
     Attributes:
-      seconds: of a step: forward, and for training backward and updates.
-      memory_bytes: per device, the most that it holds at a time: see `jpipe.soap.lifetimes`.
+      seconds: seconds of a step: forward, and for training backward and updates.
+      memory_bytes: per device, the most bytes that it holds at a time: see `jpipe.soap.lifetimes`.
       busy_seconds: per device, seconds in which it computes.
       sent_bytes: bytes that messages carry, all together.
     """

@@ -102,7 +102,7 @@ class Space:
         return refusal(operator, config, self._axes, **options) is None
 
     def can_run(self, strategy: Sequence[Config]) -> bool:
-        """Whether a mesh can run a strategy, if the space is of strategies that one can."""
+        """Returns whether a mesh can run a strategy, if the space is of strategies that one can."""
         return all(map(self._is_allowed, self.graph.operators, strategy))
 
     def draw(self, operator: int, rng: np.random.Generator) -> Config:

@@ -83,9 +83,9 @@ def view_spec(
     """The split of a view of an array if each device can make its part from its part of the array, else None.
 
     Args:
-      spec: how the array is split.
-      view: which box of the array a box of the view needs.
-      source, shape: of the array and of the view.
+      spec: the split of the array.
+      view: the box of the array that a box of the view needs.
+      source, shape: the shapes of the array and of the view.
       sizes: axis -> number of devices.
     """
     shown: list[tuple[str, ...]] = [()] * len(shape)
@@ -107,12 +107,12 @@ def reads_own(
     source: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> bool:
-    """Whether each device makes its part of a view of its part of an array.
+    """Returns whether each device makes its part of a view of its part of an array.
 
     Args:
-      above, shape: how the view is split, and its shape.
-      view: which box of the array a box of the view needs.
-      below, source: how the array is split, and its shape.
+      above, shape: the split of the view, and its shape.
+      view: the box of the array that a box of the view needs.
+      below, source: the split of the array, and its shape.
       sizes: axis -> number of devices.
     """
     for size, names in (*zip(shape, above), *zip(source, below)):
@@ -132,9 +132,7 @@ def written_spec(
     axes: Sequence[tuple[str, ...]],
     sizes: Mapping[str, int],
 ) -> tuple[Spec, tuple[str, ...], int | None]:
-    """The split of a result, the axes along which devices have terms of it, and the dim along which they keep parts of
-    the sum.
-    """
+    """The split of a result, the axes along which devices have terms of it, and the dim of the parts of the sum."""
     spec = [() if d is None else axes[d] for d in dims]
     terms = tuple(
         name for k, loop in enumerate(operator.loops) if loop.kind == REDUCTION and k not in dims for name in axes[k]
@@ -176,8 +174,8 @@ def _summed_dim(
     terms: Sequence[str],
     sizes: Mapping[str, int],
 ) -> int | None:
-    """The longest dim of a device's part of a result, along which each device keeps its part of a sum; None if it has
-    all of it.
+    """The longest dim of a device's part of a result; the device keeps its part of a sum along it. None if it has all
+    of it.
     """
     local = [n // num_parts(names, sizes) for n, names in zip(shape, spec)]
     if not terms or not local:
@@ -217,7 +215,7 @@ def _followed_spec(
 
 
 def _is_even(step: Sequence) -> bool:
-    """Whether parts of the array above need about equal parts of the one below, in order, as windows of convolutions
+    """Returns whether parts of the array above need about equal parts of the one below, in order, as windows of
     do.
     """
     return all(

@@ -29,12 +29,12 @@ class Move(NamedTuple):
     """The way of an operand from its writer's split to its reader's.
 
     Attributes:
-      source: how the writer splits it.
+      source: the split by the writer.
       steps: see `steps_between`. With `shapes`, they are of the array that its writer wrote, before the reshapes and
         transposes of which the operand is the result. So it is where a reshape merges or cuts dims that are split.
-      window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along
+      window: the window that devices fetch of the writer's array, where no split has it, as of a slice along
         a dim that is split.
-      shapes: of the array that its writer wrote, and of what devices make of the window, view by view.
+      shapes: the shapes of the array of its writer, and of the parts that devices make of the window, view by view.
     """
 
     source: Spec = ()
@@ -49,11 +49,11 @@ class EquationSplit:
 
     Attributes:
       primitive: its name.
-      shapes: of its outputs.
-      moves: per operand.
-      inputs: per operand; None leaves the operand to the compiler, or to the exchange.
-      outputs: per result.
-      exchange: how devices compute the result where shards read parts of other shards; None: the compiler finds it out.
+      shapes: the shapes of its outputs.
+      moves: the move of each operand.
+      inputs: the split of each operand; None leaves the operand to the compiler, or to the exchange.
+      outputs: the split of each result.
+      exchange: the computation of the result where shards read parts of others; None: the compiler decides.
     """
 
     primitive: str
@@ -75,8 +75,8 @@ class EquationSplits:
     """A strategy as splits of equations and arguments.
 
     Attributes:
-      arguments: per argument of the function, flat: how its first reader splits it.
-      plan: of the equations.
+      arguments: the split of each argument of the function, flat, by its first reader.
+      plan: the splits of the equations.
     """
 
     arguments: Sequence[Spec]
@@ -93,7 +93,7 @@ def splits(
     """A strategy as splits over the axes of a mesh.
 
     Args:
-      graph: of `jpipe.soap.trace`.
+      graph: the result of `jpipe.soap.trace`.
       strategy: a configuration per operator.
       sizes: axis of the mesh -> number of devices.
       in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see
@@ -208,14 +208,14 @@ def _window_of_view(
     after: Spec,
     sizes: Mapping[str, int],
 ) -> Move:
-    """Devices fetch the box of an array that their part of a view reads; nothing if that is more than the part, or they
-    have copies.
+    """The move for a part of a view: devices fetch the box of the array that the part reads. No move if the box is more
+    than the part, or they have copies.
 
     Args:
-      view: which box of the array a box of the view needs.
-      shape: of the view.
-      before: how the array is split.
-      after: how the view is read.
+      view: the box of the array that a box of the view needs.
+      shape: the shape of the view.
+      before: the split of the array.
+      after: the split in which the view is read.
       sizes: axis -> number of devices.
     """
     used = axes_of(before)
@@ -239,7 +239,7 @@ def _window_of_view(
 
 
 def _is_all_read(step: Sequence[DimMap], below: Sequence[int], above: Sequence[int]) -> bool:
-    """Whether a box of a view has all of a box of an array below it, but for the holes of strides."""
+    """Returns whether a box of a view has all of a box of an array below it, but for the holes of strides."""
     if all(dim_map.dim is not None and dim_map.divisor == dim_map.width == 1 for dim_map in step):
         return all(-(-n // abs(dim_map.stride)) == above[dim_map.dim or 0] for dim_map, n in zip(step, below))
     return math.prod(below) == math.prod(above)

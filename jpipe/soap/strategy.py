@@ -1,4 +1,4 @@
-"""Strategies: how each operator is split, and on which devices its shards run."""
+"""Strategies: the split of each operator, and the devices on which its shards run."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ class Config:
     """A split of an operator.
 
     Attributes:
-      degrees: into how many equal parts each loop is split.
+      degrees: the number of equal parts of each loop.
       devices: the device of each shard. Shards are numbered with the last loop running fastest.
     """
 
@@ -97,7 +97,7 @@ class Regions:
         return shard_boxes(sizes, degrees)
 
     def reads(self, operator: int, position: int, degrees: tuple[int, ...]) -> np.ndarray:
-        """`[shards, rank, 2]`, what each shard reads of an input."""
+        """`[shards, rank, 2]`, the box of an input that each shard reads."""
         key = operator, position, degrees
         if key not in self._reads:
             access = self._graph.operators[operator].inputs[position].access
@@ -106,7 +106,7 @@ class Regions:
         return self._reads[key]
 
     def results(self, operator: int, tensor: int, degrees: tuple[int, ...]) -> np.ndarray:
-        """`[shards, rank, 2]`, what each shard computes of a tensor, wholly or as a part of a sum."""
+        """`[shards, rank, 2]`, the box of a tensor that each shard computes, wholly or as a part of a sum."""
         key = operator, tensor, degrees
         if key not in self._results:
             value = self._graph.tensors[tensor]
@@ -115,7 +115,7 @@ class Regions:
         return self._results[key]
 
     def writes(self, operator: int, tensor: int, degrees: tuple[int, ...]) -> np.ndarray:
-        """`[shards, rank, 2]`, what each shard owns of a tensor that its operator writes.
+        """`[shards, rank, 2]`, the box of its operator's tensor that each shard owns.
 
         Shards that differ in a part of a sum alone have partial results of one box. After these are added up, every one
         of the shards owns an equal part of the box, along its longest dim.
@@ -165,7 +165,7 @@ def _largest_divisor(size: int, limit: int) -> int:
 
 
 def data_parallel(graph: OperatorGraph, num_devices: int) -> Strategy:
-    """Every operator is split by samples over as many devices as divide them; others run on device 0."""
+    """Splits every operator by samples over as many devices as divide them; others run on device 0."""
     return tuple(_by_samples(operator, num_devices) for operator in graph.operators)
 
 

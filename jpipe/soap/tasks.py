@@ -42,13 +42,13 @@ class TaskBlock:
 
     Attributes:
       tasks: its tasks.
-      messages: those of its tasks that carry bytes from device to device.
+      messages: its tasks that carry bytes from device to device.
       links: dependencies `(before, after)`. Those of edges and weights lead to tasks of other blocks too.
-      held: what devices hold for it.
+      held: the spans of bytes that devices hold for it.
       sent_bytes: bytes of its messages.
       load: seconds of its tasks on each device and link.
-      forward, backward: of an operator: the task of each shard. `backward` is empty if there is none.
-      results, result_gradients: of an operator: per tensor, the task that has each shard's part of it and the one that
+      forward, backward: the task of each shard of an operator. `backward` is empty if there is none.
+      results, result_gradients: per tensor of an operator, the task that has each shard's part of it and the one that
         has its gradient.
     """
 
@@ -72,17 +72,17 @@ class Tasks:
       machine: the devices and links.
       costs: seconds of operators.
       strategy: one configuration per operator.
-      sync: how gradients of weights are added up: "ring", an all-reduce in a ring (2 (n - 1) / n of the bytes over
+      sync: the sum of gradients of weights: "ring", an all-reduce in a ring (2 (n - 1) / n of the bytes over
         every link of the ring), or "server", the first replica collects them and sends the weights back (FlexFlow).
       optimizer_arrays: arrays of the size of the weights that the optimizer keeps, for the memory.
       shards: facts about the shards of `graph` with `costs` that are known already.
 
     Attributes:
-      seconds, device, key: of each task; the devices of transfers are the links, numbered behind the devices.
+      seconds, device, key: the facts of each task; the devices of transfers are the links, numbered behind the devices.
       before, after: dependencies of each task.
       load: seconds of all tasks of each device and link, up to rounding; the first number is of `NOWHERE`.
       weights: the tensors that are weights with gradients.
-      edges_of, weights_of: for each operator, numbers of its edges, and of the `weights` that it reads.
+      edges_of, weights_of: the numbers of the edges of each operator, and of the `weights` that it reads.
       routes: the resources and the seconds of messages.
     """
 
@@ -141,7 +141,7 @@ class Tasks:
         return self._first_edge + len(self.graph.edges)
 
     def blocks_of(self, operator: int) -> list[int]:
-        """Blocks that depend on an operator's configuration, in the order in which they are built."""
+        """Blocks that depend on an operator's configuration, in the order of their construction."""
         return [
             operator,
             *(self._first_edge + e for e in self.edges_of[operator]),
@@ -266,7 +266,7 @@ class Tasks:
         block.held += self._holdings.operator(number, config)
 
     def _build_result(self, block: TaskBlock, number: int, tensor: int) -> None:
-        """The tasks that have the parts of a result: the shards, or sums of what they computed."""
+        """The tasks that have the parts of a result: the shards, or sums of their parts."""
         block.results[tensor] = list(block.forward)
         has_gradient = bool(block.backward) and self.graph.tensors[tensor].has_gradient
         block.result_gradients[tensor] = list(block.backward) if has_gradient else []
@@ -282,7 +282,7 @@ class Tasks:
         shards: list[int],
         num_bytes: int,
     ) -> None:
-        """Shard `owner` adds up its part of what `shards` computed, and hands its gradient back to them."""
+        """Shard `owner` adds up its part of the terms of `shards`, and hands its gradient back to them."""
         devices = [self.device[task] for task in block.forward]
         seconds = self.costs.add_seconds(num_bytes, len(shards))
         total = self._new(block, seconds, devices[owner])

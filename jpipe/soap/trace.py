@@ -40,7 +40,7 @@ def trace(
     reads.
 
     Args:
-      function: from `(weights, *inputs)` to outputs, for training usually a loss. It is traced, not run.
+      function: the function from `(weights, *inputs)` to outputs, for training usually a loss. It is traced, not run.
       weights: a pytree of arrays or of `jax.ShapeDtypeStruct`.
       inputs: pytrees of the same. The first dim of the first leaf counts samples, and so does the first dim of every
         other leaf that has the same size.
@@ -73,11 +73,11 @@ def trace(
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """An equation of an operator, and what a shard has of its arrays.
+    """An equation of an operator, and the parts of its arrays that a shard has.
 
     Attributes:
       equation: the equation.
-      reads: per input, which box of it a box of the operator's loops needs.
+      reads: per input, the box of it that a box of the operator's loops needs.
       writes: per output and dim, the loop that it follows, or None.
       inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim
         of the input that it becomes, or None.
@@ -131,7 +131,7 @@ class _GraphBuilder:
         return OperatorGraph(operators, self._tensors, results)
 
     def _keep_residuals(self, operators: list[Operator]) -> None:
-        """Marks what the backwards read."""
+        """Marks the arrays that the backwards read."""
         chosen = residuals_of(
             [[m.equation for m in operator.equations] for operator in operators],
             self._refs,
