@@ -40,8 +40,8 @@ class Candidate(Plan):
       prediction: seconds and bytes of a training step.
       fits: whether the predicted bytes are within the machine's limit.
       shard_optimizer: whether replicas of a stage share its update.
-      offload: what is in host memory.
-      why: why the candidate is not the first of its ranking; empty for the first.
+      offload: the arrays in host memory.
+      why: the reason why the candidate is not the first of its ranking; empty for the first.
       num_tensor_devices: T, devices of each stage, which split its operators by a strategy; see `jpipe.plan.tensor`.
     """
 
@@ -66,10 +66,10 @@ class Skipped(Plan):
     """A plan without a prediction: its schedule cannot be built, or cannot train the model.
 
     Attributes:
-      schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: as of
+      schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: see
         `Candidate`.
       why: the reason, in the words of the schedule's builder if the builder refused.
-      num_tensor_devices: as of `Candidate`.
+      num_tensor_devices: see `Candidate`.
     """
 
     why: str
@@ -116,13 +116,13 @@ def choose(
       batch_size: B, samples per minibatch.
       asynchronous: whether schedules with delayed gradients are allowed. If not, none is
         built.
-      recompute: which recomputation to try: "none", "full" or both. A profile made with a
+      recompute: the recomputation to try: "none", "full" or both. A profile made with a
         policy is priced with its policy alone.
       schedule_names: names of `jpipe.schedules` to consider; None: all of them.
         Asynchronous schedules among them still need `asynchronous`.
       shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
-      compress_messages: as of `predict`.
-      compress_gradients: as of `predict`. Updates are then not shared.
+      compress_messages: see `predict`.
+      compress_gradients: see `predict`. Updates are then not shared.
       host_bandwidth: bytes per second between a device and its host. Plans that do not fit are then also priced with
         as much in host memory as they need, so that the fewest bytes move. None: nothing is in host memory.
 
@@ -219,7 +219,7 @@ class _Pricing:
       machine: the devices.
       recompute: the kinds of recomputation to try.
       sharing: the values of `shard_optimizer` to try.
-      host_bandwidth: as of `choose`.
+      host_bandwidth: see `choose`.
       predict: `predict` with the machine, the compressors and the bandwidth to the host.
     """
 
@@ -315,7 +315,7 @@ def _tied(profile: Profile) -> str:
 
 
 def _cuts(schedule: Schedule, profile: Profile) -> Iterator[list[int]]:
-    """The boundaries that balance times; then those that balance bytes, if they are others."""
+    """The boundaries that balance times; then those that balance bytes, if they differ."""
     by_time = balance_by_time(profile, schedule.num_stages)
     yield by_time
     in_flight = int(schedule.facts().in_flight.max())
@@ -330,10 +330,10 @@ def _offloaded(
     price: Callable[[Offload], Candidate],
     limit: float,
 ) -> Iterator[Candidate]:
-    """A plan that does not fit, with what it must have in host memory.
+    """A plan that does not fit, with the arrays that it must have in host memory.
 
     Args:
-      schedule: of the plan.
+      schedule: the schedule of the plan.
       plain: the plan, with all on the device.
       price: `offload -> candidate`.
       limit: bytes of a device.

@@ -1,4 +1,4 @@
-"""Compiled loops that time programs of layers and updates as the engine runs them.
+"""Compiled loops that time programs of layers and updates in the form in which the engine runs them.
 
     subjects: kinds of layer, the loss ──┐
     updates ─────────────────────────────┴─> members ── one loop over all members ──> Measured, per member

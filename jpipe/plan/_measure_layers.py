@@ -189,7 +189,7 @@ class _Subject:
         return weights + SLOTS * num_bytes(moved)
 
     def has(self, name: str) -> bool:
-        """Whether a program has anything to compute."""
+        """Returns whether a program has anything to compute."""
         return {
             "backward": bool(self._input_grads or self.kind.parameters),
             "input_grad": bool(self._input_grads),

@@ -41,7 +41,7 @@ class Plan:
 
 @functools.cache
 def is_wanted(name: str, asynchronous: bool) -> bool:
-    """Whether a schedule trains, and is synchronous if it must be.
+    """Returns whether a schedule trains, and is synchronous if it must be.
 
     A small table tells. Every builder takes its size, and larger ones are of the same kind.
     """

@@ -42,7 +42,7 @@ class Prediction:
       memory: bytes per device.
       delay: the largest delay of a gradient: updates between reading the weights that it was
         computed with and applying it.
-      host_seconds: of these, the seconds in which a device sends to host memory and fetches from it.
+      host_seconds: the part of the seconds in which a device sends to host memory and fetches from it.
     """
 
     seconds: float
@@ -88,9 +88,9 @@ def predict(
       shard_optimizer: whether the replicas of a stage share its update, as of `Pipeline`. Each takes an
         equal part of its time and of the optimizer's state, which is exact for updates that work element by
         element.
-      compress_messages: as of `Pipeline`. Fewer bytes travel. The time to encode and decode is not included.
-      compress_gradients: as of `Pipeline`; without replicas it does nothing.
-      offload: as of `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
+      compress_messages: see `Pipeline`. Fewer bytes travel. The time to encode and decode is not included.
+      compress_gradients: see `Pipeline`; without replicas it does nothing.
+      offload: see `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
         taken to be hidden.
       host_bandwidth: bytes per second between a device and its host, each way at its time.
 
@@ -145,7 +145,7 @@ def stage_costs(
 
     Args:
       schedule: the table, for the devices of the stages and for split backwards.
-      profile, machine, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
+      profile, machine, num_replicas, shard_optimizer, compress_gradients: see `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
     """
@@ -208,13 +208,13 @@ def _exchanged_bytes(
     compressor: Compressor,
     num_replicas: int,
 ) -> int:
-    """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers do."""
+    """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers."""
     received = sum(compressor.exchanged_bytes(a, num_replicas) for layer in layers for a in layer.gradients)
     return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
 
 
 def _codecs(profile: Profile, starts: Sequence[int], compression: MessageCompression) -> list[tuple[LeafCodec, ...]]:
-    """How the message of each stage but the last is encoded."""
+    """The codecs of the message of each stage but the last."""
     return [
         codecs_of(
             [*map(Leaf, profile.layers[stop - 1].activations)],
@@ -250,7 +250,7 @@ def predict_memory(
     """Bytes per device, by use, and those that a device sends to host memory and fetches in a step.
 
     Args:
-      schedule, profile, num_replicas, shard_optimizer, compress_gradients, offload: as of `predict`.
+      schedule, profile, num_replicas, shard_optimizer, compress_gradients, offload: see `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
 
@@ -330,10 +330,10 @@ def _state_layout(
 
     Args:
       schedule: the table.
-      profile: of the layers in this table.
+      profile: the profile of the layers in this table.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
-      compressor: of gradients; None: they are sent as they are.
+      compressor: the compressor of gradients; None: they are sent as they are.
       stash_slots: the most microbatches of which a device keeps a stash; None: all.
     """
     layers = profile.layers
@@ -428,7 +428,7 @@ def _gradient_compression(accumulators: Packing, rows: ArrayRows, compressor: Co
 
 
 def _temporary_bytes(layer: LayerProfile) -> int:
-    """Bytes that a layer's operations need beside what is kept.
+    """Bytes that a layer's operations need beside the arrays that are kept.
 
     An update reads weights, gradients and optimizer state. It makes the changes of the weights, the
     new weights and the new optimizer state.

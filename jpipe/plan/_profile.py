@@ -38,7 +38,7 @@ class LayerProfile:
       name: name of the layer.
       kind: layers of equal kinds compute the same and were measured once.
       forward: seconds of the forward that keeps nothing.
-      forward_and_stash: seconds of the forward that keeps what a backward reads.
+      forward_and_stash: seconds of the forward that keeps the stash of the backward.
       backward: seconds of the whole backward.
       input_grad: seconds of the input gradient alone, for tables that split the backward.
       weight_grad: seconds of the weight gradient alone, for the same tables.
@@ -48,14 +48,14 @@ class LayerProfile:
       input_stash: arrays kept from the forward for the input gradient alone.
       weight_stash: arrays kept from the forward for the weight gradient, and perhaps for the
         input gradient too.
-      full_input_stash, full_weight_stash: the same if the backward computes nothing again from
+      full_input_stash, full_weight_stash: the same stashes if the backward computes nothing again from
         weights.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
       parameters: the weights.
-      gradients: what their gradients are summed in over microbatches.
+      gradients: the arrays in which their gradients are summed over microbatches.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
       state: the mutable state.
-      statistics: what is kept of a minibatch until the state moves.
+      statistics: the arrays kept of a minibatch until the state moves.
       temporary_bytes: the most bytes that a measured program needs beside all these.
       stash: names of the skips that start here.
       pop: names of the skips that end here.
@@ -180,7 +180,7 @@ class Profile:
       microbatch_bytes: bytes of a microbatch.
       recompute: "none", "full" or the name of a policy.
       compute_dtype: the pipeline's compute dtype, or None.
-      reads: which of "forward" and "backward" read other weights than the updated ones. A device
+      reads: the passes ("forward", "backward") that read other weights than the updated ones. A device
         then holds these weights too. "stale_params" if the optimizer reads the weights that a
         gradient was computed at, so that a stage keeps as many versions as its delay plus one.
       ties: for each set of tied weights, the layers that share them.

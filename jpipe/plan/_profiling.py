@@ -61,10 +61,10 @@ def profile(
         integers.
       recompute: for the record: "none", "full" or the name of the policy that `traced` was made
         with.
-      compute_dtype: for the record: as of `traced`.
-      reads: for the record: as of `Profile`.
-      ties: for the record: as of `Profile`.
-      sums: what gradients are summed in, whose bytes are counted.
+      compute_dtype: for the record, see `traced`.
+      reads: for the record, see `Profile`.
+      ties: for the record, see `Profile`.
+      sums: the arrays in which gradients are summed; their bytes are counted.
       programs: the programs of `PROGRAMS` to measure. The seconds of the others are None. Bytes
         are always counted.
       min_seconds: seconds per program, at least.
@@ -147,7 +147,7 @@ def profile(
 
 
 def _reads_stale(traced: TrainingTrace, optimizer: optax.GradientTransformation) -> bool:
-    """Whether the optimizer reads the weights that a gradient was computed at."""
+    """Returns whether the optimizer reads the weights that a gradient was computed at."""
     optimizer = optax.with_extra_args_support(optimizer)
     tree = [layer.parameters for layer in traced.layers]
     norm_dtype = real_dtype(tree)

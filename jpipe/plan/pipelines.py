@@ -45,7 +45,7 @@ def profile_pipeline(
     Of several processes the first one measures and keeps the file, and all return what it found.
 
     Args:
-      settings: of the pipeline.
+      settings: the settings of the pipeline.
 
     Raises:
       ValueError: if an argument cannot work.

@@ -1,5 +1,4 @@
-"""Plans with a strategy of `jpipe.soap` inside each stage: pipeline stages of several devices, which split every
-operator.
+"""Plans with a strategy of `jpipe.soap` inside each stage: the devices of a stage split every operator.
 
 profile, layers ── search ──> strategy for T devices ──> profile of a group of T devices ──┐
                                                                                            ├──> choose ──> Ranking
@@ -104,7 +103,7 @@ def search(
       machine: the devices and links.
       num_devices: T.
       num_proposals: number of changes that are tried by chance, and as many after that. So the seed alone decides.
-      seed: of the random numbers.
+      seed: the seed of the random numbers.
     """
     graph = traced.graph
     group = soap_machine(profile, traced, machine, num_devices)
@@ -186,17 +185,17 @@ def choose(
     Gathering an activation that is split at the end of a stage is not counted.
 
     Args:
-      profiles: as of `jpipe.plan.choose`.
+      profiles: see `jpipe.plan.choose`.
       machine: all devices, D.
       batch_size: samples per minibatch.
       splits: strategies for some of the profiles, each for a divisor of D devices.
-      options: of `jpipe.plan.choose`.
+      options: the options of `jpipe.plan.choose`.
 
     Returns:
       A `Ranking` whose candidates name T as `num_tensor_devices`.
 
     Raises:
-      ValueError: as of `jpipe.plan.choose`, or if T does not divide D.
+      ValueError: see `jpipe.plan.choose`; or if T does not divide D.
     """
     ranking = _choose.choose(profiles, machine, batch_size, **options)
     candidates, skipped = list(ranking), list(ranking.skipped)
@@ -243,7 +242,7 @@ def soap_machine(profile: Profile, traced: LayersGraph, machine: Machine, num_de
     neither is negative.
 
     Args:
-      profile, traced, machine, num_devices: as of `search`.
+      profile, traced, machine, num_devices: see `search`.
     """
     unit_machine = soap.Machine("one", (soap.Level(1, 1.0),), 1.0, math.inf, overhead=0.0)
     counted = [_whole_seconds(traced, machine) for machine in (unit_machine, _only_memory(unit_machine))]
@@ -409,7 +408,7 @@ def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | Non
 
 
 def _like_parts(layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The optimizer state, in which every run of arrays of the weights' shapes is split as the weights are."""
+    """The optimizer state. Every run of arrays of the weights' shapes is split like the weights."""
     state = list(layer.optimizer_state)
     whole = [aval.shape for aval in layer.parameters]
     start = 0
