@@ -1,4 +1,4 @@
-"""Where memory goes over the time of a step, and what a smaller memory could hold.
+"""The use of memory over the time of a step, and the demands of a smaller memory.
 
 - `Pipeline.memory_timeline` and `memory_timeline(f, *args)`: every block of a step, as a `Timeline`.
 - `replay`: the bytes that a memory of a given capacity moves, under Belady's rule, LRU or FIFO.

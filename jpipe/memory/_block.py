@@ -1,4 +1,4 @@
-"""Blocks of memory: what lives when, and what reads it."""
+"""Blocks of memory: the time in which each lives, and its reads."""
 
 import csv
 import dataclasses
@@ -47,7 +47,7 @@ class Access:
     """One access to a block.
 
     Attributes:
-      time: on the axis of the timeline.
+      time: the time on the axis of the timeline.
       kind: "write" or "read".
     """
 
@@ -63,9 +63,9 @@ class Block:
       name: in words, such as "stage 1, layer 3, microbatch 2: input stash". Blocks of one name are one array, whose
         use has changed.
       use: one of `USES`.
-      num_bytes: on the device.
-      allocated: from when it lives, at least 0 and below the length of a step.
-      freed: until when. Later than the end of the step: it lives on in the next steps.
+      num_bytes: bytes on the device.
+      allocated: the time from which it lives, at least 0 and below the length of a step.
+      freed: the time until which it lives. Later than the end of the step: it lives on in the next steps.
       accesses: writes and reads, in order of time.
       stage: the stage that it belongs to; None: none, or all.
       layers: the first layer, and one past the last; None: not of layers.
@@ -101,9 +101,9 @@ class Interval(NamedTuple):
     """The time between two accesses of an array with none between them.
 
     Attributes:
-      name, use, num_bytes: of the block.
+      name, use, num_bytes: the fields of the block.
       start: time of the first access.
-      length: until the second one. It may lie in the next step.
+      length: time until the second one. It may lie in the next step.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What the blocks of a pipeline's timeline are made with: times, words, and the allocations of one device.
+"""The parts of a pipeline's timeline that all blocks use: times, words, and the allocations of one device.
 
 Letters: T ticks, C columns, N microbatches, s a stage, m a microbatch.
 """
@@ -122,7 +122,7 @@ class Builder:
         return self.num_bytes(mine)
 
     def update_time(self, stage: int, fraction: float, rounds: int = 0) -> float:
-        """When the update of a stage that writes version 1 + rounds is over to a fraction."""
+        """The time at which the update of a stage that writes version 1 + rounds is over to a fraction."""
         column = int(self.schedule.column_of_stage[stage])
         tick = int(self.schedule.update_ticks()[column]) + rounds * self.schedule.num_ticks
         return self.clock.at(tick, "update", fraction)

@@ -13,12 +13,12 @@ parameter.
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """Where every tensor lies: the same chunk and offset for its parameters, momentum and variance.
+    """The places of all tensors: the same chunk and offset for the parameters, momentum and variance of each.
 
     Attributes:
       chunk_size: numbers in a chunk.
-      chunk: of each tensor.
-      offset: of each tensor in its chunk.
+      chunk: the chunk of each tensor.
+      offset: the offset of each tensor in its chunk.
       sizes: numbers of each tensor.
     """
 
@@ -41,7 +41,7 @@ class ChunkLayout:
         """Bytes of the chunks of all parts.
 
         Args:
-          bytes_per_number: of each part; by default of mixed-precision Adam, 14 in all.
+          bytes_per_number: bytes per number of each part; by default of mixed-precision Adam, 14 in all.
         """
         return self.num_chunks * self.chunk_size * sum(bytes_per_number)
 
@@ -84,7 +84,8 @@ def pack_chunks(sizes: Sequence[int], chunk_size: int) -> ChunkLayout:
 
 
 def best_chunk_size(sizes: Sequence[int], most: int | None = None, least: int | None = None) -> int:
-    """The size of chunks that tensors fill best; of equally good ones the smallest, which moves in the smallest parts.
+    """The size of chunks that tensors fill best. Of equally good sizes it is the smallest, which moves in the smallest
+    parts.
 
     Only sizes matter at which some chunk is full: sums of tensors that follow each other. All of them are tried.
 

@@ -1,4 +1,4 @@
-"""When the operations of a table run on one device: in ticks, or in seconds of a profile.
+"""The times at which operations of a table run on one device: in ticks, or in seconds of a profile.
 
 Letters: T ticks, D devices, S stages.
 """
@@ -24,7 +24,7 @@ class Clock:
       lowered: the table.
       starts: the first layer of each stage, then the number of layers.
       device: the device.
-      profile: as of `Pipeline.profile`, or None.
+      profile: the result of `Pipeline.profile`, or None.
 
     Attributes:
       phases: `(operation, lane)` of each part of a tick; the first is "receive", the last "move".

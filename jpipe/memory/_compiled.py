@@ -19,7 +19,7 @@ def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:
     Args:
       f: a function of `jax.jit`, or a function that is then jitted.
       *args: its arguments, or abstract arrays.
-      **kwargs: the same.
+      **kwargs: its keyword arguments, or abstract arrays.
 
     Returns:
       A `Timeline`. The name of a temporary has the operation and the line of code that it comes from.

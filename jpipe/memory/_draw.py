@@ -31,7 +31,7 @@ COLORS = {
 }
 
 PANELS = ("bytes", "blocks", "intervals")
-"""What can be drawn: bytes by use, a Gantt chart of the blocks, and the intervals between accesses."""
+"""Panels of a picture: bytes by use, a Gantt chart of the blocks, and the intervals between accesses."""
 
 _MOST_ROWS = 60
 
@@ -43,7 +43,7 @@ _LEAST_SEEN = 0.005
 
 
 class Drawn(Protocol):
-    """What pictures show of a `Timeline`, which imports this module."""
+    """The part of a `Timeline` that pictures show. `Timeline` imports this module."""
 
     @property
     def blocks(self) -> tuple[Block, ...]: ...
@@ -190,7 +190,7 @@ def _rows(timeline: Drawn) -> list[list[Block]]:
 
 
 def _gantt(timeline: Drawn, rows: list[list[Block]], axes: "Axes") -> None:
-    """A row per array, a bar while it lives, a tick where it is written, a dot where it is read."""
+    """Draws a row per array: a bar while it lives, a tick at each write, a dot at each read."""
     labels = []
     for row, blocks in enumerate(rows):
         alpha = 1.0 if len(blocks) < 3 else 0.45

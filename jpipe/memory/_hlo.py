@@ -75,12 +75,12 @@ class Instruction(NamedTuple):
     Attributes:
       id: computation and instruction in one number.
       name: the compiler's.
-      opcode: such as "fusion".
-      op_name: where it comes from, in JAX's words, such as "jit(f)/while/body/dot_general".
+      opcode: the kind of operation, such as "fusion".
+      op_name: its origin, in JAX's words, such as "jit(f)/while/body/dot_general".
       source: "file:line", or "".
       operands: ids.
       called: ids of computations.
-      element: of a get-tuple-element.
+      element: the element that a get-tuple-element reads.
       parameter: number of a parameter.
     """
 
@@ -100,8 +100,8 @@ class HloValue:
     """One value of the program, and its place.
 
     Attributes:
-      instruction: that computes it.
-      num_bytes, offset: in its allocation.
+      instruction: the instruction that computes it.
+      num_bytes, offset: its bytes, and their offset in its allocation.
       start: position of that instruction in the schedule.
       end: one past the position of the last instruction that needs the value.
       writes, reads: positions.
@@ -120,11 +120,11 @@ class Allocation(NamedTuple):
     """Bytes that the program allocates at once.
 
     Attributes:
-      num_bytes: of all.
+      num_bytes: bytes of all values.
       parameter: number of the argument that lies in it, or None.
       is_result: whether a result lies in it.
       is_temporary: whether it is the program's own.
-      values: what lies in it, in order of time.
+      values: the values that lie in it, in order of time.
     """
 
     num_bytes: int
@@ -241,7 +241,7 @@ class HloProgram:
         return allocations
 
     def _value(self, places: Sequence[tuple[int, tuple[int, ...]]], size: int, offset: int) -> HloValue | None:
-        """A value that occurs at some places, the first of them where it is defined; None if it never runs."""
+        """A value that occurs at some places. The first place is its definition. None if it never runs."""
         defined = self._instructions[places[0][0]]
         if defined.id not in self.position:
             return None  # inside of a fusion
@@ -273,7 +273,7 @@ class HloProgram:
 
 
 def joined(values: Sequence[HloValue]) -> list[HloValue]:
-    """Values of one allocation, in which those that hold one place at the same time are one.
+    """Values of one allocation; those that hold one place at the same time are joined.
 
     Such values are names of one array: a loop's parameter and what the body hands on. An operation that writes its
     result over its operand ends the operand.
@@ -367,7 +367,7 @@ def program_of(compiled: Any) -> HloProgram | None:
 
 @functools.lru_cache(maxsize=4096)
 def short(op_name: str) -> str:
-    """The end of an op_name: the operation, without what JAX puts around it.
+    """The end of an op_name: the operation, without the names that JAX puts around it.
 
     Example:
       >>> short("jit(f)/while/body/closed_call/forward/stage0-3/cond/branch_1_fun/dot_general")

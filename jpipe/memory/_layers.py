@@ -1,6 +1,4 @@
-"""Blocks of what belongs to layers and stages: weights, the optimizer's state, gradients, and what is read of
-batches.
-"""
+"""Blocks of layers and stages: weights, the optimizer's state, gradients, and the arrays that are read of batches."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -180,7 +178,7 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
 
 
 def batch_reads(builder: Builder) -> list[tuple[float, str]]:
-    """When the first and the last stage read the minibatch."""
+    """The times at which the first and the last stage read the minibatch."""
     ends = {0, builder.schedule.num_stages - 1}
     return [
         (

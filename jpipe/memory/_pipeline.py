@@ -1,4 +1,4 @@
-"""The timeline of a pipeline's step on one device: what `Pipeline.memory_timeline` returns.
+"""The timeline of a pipeline's step on one device: the result of `Pipeline.memory_timeline`.
 
 What lives from tick to tick follows from the table and the layout of the state, what lives inside of a tick from the
 compiled program.

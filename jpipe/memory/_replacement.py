@@ -1,4 +1,4 @@
-"""What a memory of a given capacity moves on a known order of accesses.
+"""The bytes that a memory of a given capacity moves on a known order of accesses.
 
 PatrickStar (arXiv:2108.05818) evicts the chunk whose next use is farthest, after an iteration that records the uses.
 The table of a pipeline says them before the first step. Pure Python.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jpipe.memory._timeline import Timeline
 
 POLICIES = ("belady", "lru", "fifo")
-"""What leaves the memory: the block that is read again last, the one that was used longest ago, or came first."""
+"""Rules for the block that leaves the memory: the last to be read again, the least recently used, or the oldest."""
 
 
 class Moves(NamedTuple):
@@ -59,7 +59,7 @@ def replay(
       capacity: bytes of the memory.
       policy: one of `POLICIES`. Belady's rule fetches the fewest blocks if all are of one size; with unlike sizes it is
         a good rule and not the best one.
-      rounds: how often the trace runs. From 2 on, only the last round counts, and Belady's rule looks on into the next
+      rounds: the number of runs of the trace. From 2 on, only the last counts, and Belady's rule looks on into the next
         round: a periodic trace in its steady state.
 
     Raises:
@@ -113,7 +113,7 @@ def _next_uses(whole: Sequence[tuple[Hashable, str]], period: int | None) -> lis
 
     Args:
       whole: the trace.
-      period: after how many accesses the trace goes on from its beginning; None: it ends.
+      period: the number of accesses after which the trace goes on from its beginning; None: it ends.
     """
     following: dict[Hashable, float] = {}
     if period is not None:
@@ -148,8 +148,8 @@ def accesses_of(
     """The accesses of a step, in order: the trace for `replay`, and the bytes of each array.
 
     Args:
-      timeline: of `Pipeline.memory_timeline`, or of a function.
-      uses: of the blocks to take; None: weights, their versions, gradients, optimizer state and stashes.
+      timeline: the timeline of a pipeline (`Pipeline.memory_timeline`), or of a function.
+      uses: the uses of the blocks to take; None: weights, their versions, gradients, optimizer state and stashes.
 
     Returns:
       `(name, kind)` of each access, and name -> bytes.

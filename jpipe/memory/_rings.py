@@ -1,4 +1,4 @@
-"""What is in flight on a device: the slots of rings, and messages.
+"""The bytes in flight on a device: the slots of rings, and messages.
 
 Letters: K slots of a ring, N microbatches, m a microbatch.
 """
@@ -183,7 +183,7 @@ def _sent_tick(builder: Builder, route: Any, m: int, column: int) -> int:
 
 
 def _arrival(builder: Builder, route: Any, tick: int) -> float:
-    """When a message that was sent in a tick lies in its inbox."""
+    """The time at which a message, sent in a tick, lies in its inbox."""
     if builder.engine.communication.overlap and route.operation == "backward":
         # It travels during the forwards of the next tick.
         return builder.clock.at(tick + 1, "backward", 0.0)
@@ -234,7 +234,7 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
 def _on_their_way(
     builder: Builder,
 ) -> tuple[dict[int, list[Block]], dict[int, list[Block]]]:
-    """Number of an output -> what is sent from it; channel -> what it has brought to the device."""
+    """Number of an output -> the blocks sent from it; channel -> the blocks that it has brought to the device."""
     lowered, clock, T = builder.lowered, builder.clock, builder.schedule.num_ticks
     sent: dict[int, list[Block]] = {}
     received: dict[int, list[Block]] = {}
@@ -294,7 +294,7 @@ def _handed(
     first: tuple[str, float],
     last: tuple[str, float],
 ) -> Allocations:
-    """What operations of all devices hand to a stage, or get from it, in some ticks: from and until a fraction of
+    """Arrays that operations of all devices hand to a stage, or get from it, in some ticks: between two fractions of
     operations.
     """
     clock, words = builder.clock, name.replace("_", " ")

@@ -1,4 +1,4 @@
-"""What the compiled step keeps inside of a tick, as blocks on the axis of the table."""
+"""Arrays that the compiled step keeps inside of a tick, as blocks on the axis of the table."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Blocks of memory over the time of a step: what lives when, what reads it, and what could leave meanwhile.
+"""Blocks of memory over the time of a step: their lives, their reads, and the blocks that could leave meanwhile.
 
 After "Pinpointing the memory behaviors of DNN training" (arXiv:2104.00258), which records every block of an allocator
 at run time. Here the blocks come from a table and a compiled program, so nothing has to run.
@@ -21,13 +21,13 @@ from jpipe.memory._block import UNITS, USES, Access, Block, Interval, size_text,
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """Every block of a step. The step repeats: what lives at its end goes on at its beginning.
+    """Every block of a step. The step repeats: a block that lives at its end goes on at its beginning.
 
     Attributes:
       blocks: the blocks, "idle" ones included.
       period: the length of a step on the axis.
-      unit: of the axis: "ticks", "seconds" or "instructions".
-      title: what it shows.
+      unit: the unit of the axis: "ticks", "seconds" or "instructions".
+      title: the title of a picture.
       marks: times at which ticks begin.
     """
 
@@ -96,7 +96,7 @@ class Timeline:
 
     @property
     def peak_time(self) -> float:
-        """When the most bytes hold something for the first time."""
+        """The first time at which the most bytes hold something."""
         return float(self.moments[self.used.argmax()])
 
     def at(self, time: float) -> list[Block]:
@@ -166,7 +166,7 @@ class Timeline:
         """A table of the bytes by use, and of the largest blocks.
 
         Args:
-          num_blocks: how many blocks, at the moment at which most bytes hold something.
+          num_blocks: the number of blocks, at the moment at which most bytes hold something.
         """
         by_use, now = self.by_use(), int(self.used.argmax())
         lines = [self.title] if self.title else []
@@ -195,7 +195,7 @@ class Timeline:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as numbers, lists and text for JSON; `from_json` reads it."""
+        """All fields, as numbers, lists and text for JSON; `from_json` reads it."""
         return {
             "title": self.title,
             "unit": self.unit,
@@ -299,11 +299,11 @@ def idle_blocks(
     """The room of an allocation that its blocks do not take, as blocks of the use "idle".
 
     Args:
-      name: of the allocation.
-      num_bytes: of the allocation.
-      blocks: that lie in it.
+      name: the name of the allocation.
+      num_bytes: bytes of the allocation.
+      blocks: the blocks that lie in it.
       period: the length of a step.
-      device: of the blocks.
+      device: the device of the blocks.
     """
     timeline = Timeline(tuple(blocks), period, "ticks")
     moments, used = timeline.moments, timeline.total
