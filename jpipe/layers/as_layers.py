@@ -1,4 +1,4 @@
-"""Reads what a user gives as layers: one `Layer` per layer, after checks.
+"""Reads the layers that a user gives: one `Layer` per layer, after checks.
 
 Flax NNX modules and their factories, Flax Linen modules, `(init, apply)` pairs and plain functions
 all become a `Layer`.
@@ -96,7 +96,7 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
 
 
 def _check_skips(layers: Sequence[Layer]) -> None:
-    """Every name is stashed once, and popped once by a later layer."""
+    """Checks that every name is stashed once, and popped once by a later layer."""
     stashed: dict[str, int] = {}
     popped: dict[str, int] = {}
     for i, layer in enumerate(layers):

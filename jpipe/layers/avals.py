@@ -10,17 +10,17 @@ import numpy as np
 
 
 def is_inexact(leaf: Any) -> bool:
-    """Whether a leaf is of floating-point or complex numbers, so that it has a gradient."""
+    """Returns whether a leaf is of floating-point or complex numbers, so that it has a gradient."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is of typed random keys (`jax.random.key`)."""
+    """Returns whether a leaf is of typed random keys (`jax.random.key`)."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_real(leaf: Any) -> bool:
-    """Whether a leaf is of real floating-point numbers: what a compute dtype casts."""
+    """Returns whether a leaf is of real floating-point numbers, which a compute dtype casts."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 

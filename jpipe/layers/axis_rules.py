@@ -44,7 +44,7 @@ def check_axis_rules(rules: Any) -> AxisRules:
     """`axis_rules` of a pipeline as a tuple of pairs.
 
     Args:
-      rules: as in `Pipeline`; None: the rules of Flax's `logical_axis_rules`, if the pipeline is made
+      rules: see `Pipeline`. None: the rules of Flax's `logical_axis_rules`, if the pipeline is made
         inside of it, else `AXIS_RULES`.
 
     Raises:
@@ -80,7 +80,7 @@ def rules_for(sizes: Mapping[str, int], rules: AxisRules) -> AxisRules:
 
     Args:
       sizes: axis -> number of devices, of the axes that are left to the compiler.
-      rules: of the pipeline.
+      rules: the rules of the pipeline.
 
     Example:
       >>> rules_for({"fsdp": 2}, (("mlp", "model"), ("embed", ("data", "fsdp"))))
@@ -105,10 +105,10 @@ def axes_of_dims(
     they divide.
 
     Args:
-      names: for each dim a logical name, an axis of the mesh, several axes, or None.
-      shape: of the array.
+      names: a logical name, an axis of the mesh, several axes, or None for each dim.
+      shape: the shape of the array.
       sizes: axis -> number of devices, of the axes that are left to the compiler.
-      rules: of the pipeline.
+      rules: the rules of the pipeline.
 
     Example:
       >>> axes_of_dims(("embed", "mlp"), (6, 8), {"fsdp": 2, "model": 4}, AXIS_RULES)
@@ -140,8 +140,8 @@ def constraints_on(mesh: Mesh | None, rules: AxisRules) -> Iterator[None]:
     That is, `flax.linen.with_logical_constraint` and `jax.lax.with_sharding_constraint` work in it.
 
     Args:
-      mesh: of the axes that are left to the compiler; None: nothing is split.
-      rules: of the pipeline.
+      mesh: the mesh of the axes that are left to the compiler; None: nothing is split.
+      rules: the rules of the pipeline.
     """
     if mesh is None:
         with logical_axis_rules(()):
@@ -154,6 +154,6 @@ def constraints_on(mesh: Mesh | None, rules: AxisRules) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unannotated_on(mesh: Mesh) -> Iterator[None]:
-    """Code inside is traced on a mesh, and what it says about logical names does not count."""
+    """Context: code inside is traced on a mesh, and its statements about logical names do not count."""
     with on_mesh(mesh), logical_axis_rules(()):
         yield

@@ -68,18 +68,18 @@ class LayerProgram:
         only `weight_stash`. In all three backwards `parameters` is followed by the constants of `extra`.
       parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
         lists.
-      constants: positions in `extra` of what never changes: a backward gets it again and not from the stash.
+      constants: positions in `extra` of values that never change: a backward gets them again and not from the stash.
       input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
         reads, and the values that `weight_grad` reads.
       reads_extra: per leaf of `extra`, whether anything reads it.
       outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
       recomputes: whether the backward computes values of the forward again, because of `jax.checkpoint` or a policy.
-      products: per parameter how its gradient follows from a product; None where the gradient itself is computed.
+      products: per parameter, the way from a product to its gradient; None where the gradient itself is computed.
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
-      forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
+      forward_equations: the equations from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
-      rereads_weights: as of `trace_layer`. If true, the backward must run on the weights of its forward.
+      rereads_weights: see `trace_layer`. If true, the backward must run on the weights of its forward.
       made: the programs for a value of `rereads_weights`, made once.
     """
 
@@ -193,7 +193,7 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
 
     Args:
       backward: the whole.
-      residuals: of the forward.
+      residuals: the residuals of the forward.
       num_gradients: number of its first outputs, which give the parameter gradients.
 
     Returns:

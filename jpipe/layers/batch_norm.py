@@ -141,7 +141,7 @@ class _LinenNorm(NamedTuple):
 
     @property
     def moves(self) -> bool:
-        """Whether the call may change the running statistics."""
+        """True if the call may change the running statistics."""
         return self.module.is_mutable_collection("batch_stats")
 
     def running(self) -> list[jax.Array]:

@@ -69,7 +69,7 @@ def convolve(params: Mapping[str, Any], x: jax.Array, kernel: jax.Array) -> jax.
 
 
 def is_slow(params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether a convolution of arrays of these shapes has a faster form."""
+    """Returns whether a convolution of arrays of these shapes has a faster form."""
     if _summed_dims(params, x, kernel) is not None:
         return True
     numbers, last = params["dimension_numbers"], len(x) - 1
@@ -80,7 +80,8 @@ def is_slow(params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]) 
 
 
 def _summed_dims(params: Mapping[str, Any], x: Sequence[int], kernel: Sequence[int]) -> list[int] | None:
-    """The spatial dims, from 0, that a matrix product sums over in place of the convolution; None if it is no product.
+    """The spatial dims, from 0, that a matrix product sums over in place of the convolution; None if there is no such
+    product.
 
     In each spatial dim the window is the whole input, which is summed, or one position.
     """

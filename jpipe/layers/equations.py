@@ -37,7 +37,7 @@ class Equations:
     Attributes:
       constants: variable -> array.
       inputs: variables.
-      equations: in the order of evaluation.
+      equations: the equations in the order of evaluation.
       outputs: variables or literals.
       has_checkpoint: whether `jax.checkpoint` called some of the equations.
     """
@@ -203,7 +203,7 @@ def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def contains(group: Any, atom: Any) -> bool:
-    """Whether the variable `atom` is in the set or dict `group`; a literal never is."""
+    """Returns whether the variable `atom` is in the set or dict `group`; a literal never is."""
     return not isinstance(atom, jex.Literal) and atom in group
 
 
@@ -243,7 +243,7 @@ class _Inliner(NamedTuple):
 
     Attributes:
       constants: variable -> array, of all jaxprs so far.
-      equations: of all jaxprs so far.
+      equations: the equations of all jaxprs so far.
       variable_of: the identity of a constant -> its variable.
       calls: the primitives of `CALLS` that were inlined.
     """
@@ -326,13 +326,13 @@ def _atom(env: dict, atom: Any) -> Any:
 
 
 def _is_empty(v: Any) -> bool:
-    """Whether an array of numbers has no elements."""
+    """Returns whether an array of numbers has no elements."""
     is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
     return not is_key and math.prod(v.aval.shape) == 0
 
 
 def _replacement(eqn: Any) -> Callable | None:
-    """The function that takes the place of an equation that cannot stay as it is."""
+    """The function that replaces an equation, if the equation cannot stay as it is."""
     if _is_slow_convolution(eqn):
         return lambda *values: convolution.convolve(eqn.params, *values)
     other = without_mesh(_rewritten(eqn))
@@ -348,7 +348,7 @@ def _is_slow_convolution(eqn: Any) -> bool:
 
 
 def _rewritten(eqn: Any) -> Any:
-    """An equation whose jaxprs, such as the body of a loop, have no slow convolution and no mesh."""
+    """The equation without slow convolutions and meshes in its jaxprs, such as the body of a loop."""
 
     def changes(closed: jex.ClosedJaxpr) -> bool:
         return is_on_mesh(closed) or any(
@@ -383,9 +383,7 @@ def _lies_on_mesh(value: Any) -> bool:
 
 
 def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is not differentiated, without the mesh on which arrays lie that it takes from its
-    surroundings.
-    """
+    """Returns the function without the mesh of the arrays in its surroundings. The function is not differentiated."""
 
     def call(*args: Any) -> Any:
         avals = jax.tree.map(lambda a: _without_sharding(jax.typeof(a)), args)
@@ -399,7 +397,7 @@ def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_on_mesh(closed: jex.ClosedJaxpr) -> bool:
-    """Whether a jaxpr was traced on a mesh, or with constants that lie on one."""
+    """Returns whether a jaxpr was traced on a mesh, or with constants that lie on one."""
     jaxpr = closed.jaxpr
     results = itertools.chain(jaxpr.invars, *(e.outvars for e in jaxpr.eqns))
     return any(map(_has_mesh, results)) or any(map(_lies_on_mesh, closed.consts))

@@ -20,7 +20,7 @@ _PAIR = (
 
 
 def is_factory(layer: Callable[..., Any]) -> bool:
-    """Whether a callable takes `rngs`, and so makes an NNX module.
+    """Returns whether a callable takes `rngs`, and so makes an NNX module.
 
     Example:
       >>> is_factory(lambda rngs: nnx.Linear(2, 2, rngs=rngs)), is_factory(lambda x: 2 * x)

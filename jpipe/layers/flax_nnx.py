@@ -118,7 +118,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
     """The `Layer` of an NNX module.
 
     Args:
-      parts: of the module; abstract ones if `leaves` is given.
+      parts: the parts of the module; abstract ones if `leaves` is given.
       leaves: makes the leaves of the module's `nnx.State` from a random key; None: the module holds them.
       index: the layer's position, for messages.
     """
@@ -238,7 +238,7 @@ class _Variables:
         return unflatten_dict({path: after[path][...] for path in paths})
 
     def may_write(self, module: nnx.Module, parameters: Any) -> bool:
-        """Whether a call may have written to parameters: they are other objects than those that the module was
+        """Returns whether a call may have written to parameters: they are other objects than those that the module was
         given.
         """
         after = jax.tree.leaves(self.with_role(module, "parameters"))

@@ -1,4 +1,4 @@
-"""The forms in which a user gives a layer, and `Layer`, the one form in which the library uses it."""
+"""The forms in which a user gives a layer, and `Layer`, the form in which the library uses it."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -166,7 +166,7 @@ def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerOptions:
-    """What the user says of a layer beside the layer itself. All of it holds for the bound layer too.
+    """The user's statements about a layer, beside the layer itself. All of them hold for the bound layer too.
 
     Attributes:
       stash, pop: names of the skip connections that start and end at the layer.
@@ -177,7 +177,7 @@ class LayerOptions:
 
     @property
     def without_names(self) -> "LayerOptions":
-        """The options without what the program of the layer does not depend on: the names of skips."""
+        """The options without those that do not change the program of the layer: the names of skips."""
         stash, pop = ("",) * len(self.stash), ("",) * len(self.pop)
         return dataclasses.replace(self, stash=stash, pop=pop)
 
@@ -198,7 +198,7 @@ class Layer:
       given: the parameters and state of a module given with its weights, or None.
       bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
         None.
-      options: what the user says of the layer beside it.
+      options: the user's statements about the layer, beside it.
       specs: nested dict with the structure of `parameters`: a `PartitionSpec` of the names of each
         parameter's dims, logical names or axes of the mesh, from Flax metadata (`with_partitioning` of NNX or
         Linen, `with_logical_partitioning`). Empty if nothing is named.
@@ -256,7 +256,7 @@ def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tupl
 
     Args:
       layers: the layers.
-      inputs: of the first layer.
+      inputs: the inputs of the first layer.
       call: `(number of a layer, args) -> (outputs, *stashed)`.
 
     Returns:

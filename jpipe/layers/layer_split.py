@@ -1,4 +1,4 @@
-"""What splits the layers of a pipeline inside of a stage: the form that a strategy has for the core."""
+"""The split of the layers of a pipeline inside of a stage: the form that a strategy has for the core."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +10,7 @@ from jpipe.layers.loss import Loss
 
 
 class LayerSplit(Protocol):
-    """How a layer is split over the automatic axes of a mesh. Its `repr` tells it from other splits."""
+    """The split of a layer over the automatic axes of a mesh. Its `repr` tells it from other splits."""
 
     @property
     def parameter_specs(self) -> tuple[tuple, ...]:
@@ -22,7 +22,7 @@ class LayerSplit(Protocol):
 
 @runtime_checkable
 class Strategy(Protocol):
-    """What `Pipeline(strategy=)` takes. Two equal strategies split every model alike."""
+    """The type of `Pipeline(strategy=)`. Two equal strategies split every model alike."""
 
     def split_layers(
         self,
@@ -37,8 +37,8 @@ class Strategy(Protocol):
         """Splits layers over the automatic axes of a mesh.
 
         Args:
-          layers: of the pipeline, not yet bound to shapes.
-          loss: of the pipeline.
+          layers: the layers of the pipeline, not yet bound to shapes.
+          loss: the loss of the pipeline.
           microbatch: abstract arrays, as each replica gets them.
           sizes: axis -> number of devices.
           compute_dtype: weights and activations are cast to it; None: they are not.

@@ -32,7 +32,7 @@ from jpipe.layers.numbers import from_numbers
 from jpipe.layers.reported_terms import split_terms
 
 OPTIONAL_ARGUMENTS = ("reported", "key")
-"""What a loss gets beside outputs and batch, if its signature names it."""
+"""Arguments of a loss beside outputs and batch, if its signature names them."""
 
 
 class LossValue(NamedTuple):
@@ -95,7 +95,7 @@ class Loss:
     Attributes:
       function: `(outputs, batch, ...) -> scalar` or `(sum, weight)`, or either with aux.
       has_aux: whether the function returns `(loss, aux)`.
-      asks: those of `OPTIONAL_ARGUMENTS` that the function takes.
+      asks: the names in `OPTIONAL_ARGUMENTS` that the function takes.
     """
 
     function: Callable[..., Any]
@@ -178,7 +178,7 @@ class Loss:
 
 
 class LossError(ValueError):
-    """The loss returns what cannot be trained."""
+    """The loss returns a value that cannot be trained."""
 
 
 class TracedLoss(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whether the loss of a minibatch follows from the losses of its microbatches."""
+"""Checks whether the loss of a minibatch follows from the losses of its microbatches."""
 
 import functools
 import weakref

@@ -21,10 +21,10 @@ def plain_loss(
 
     Args:
       layers: bound to the shapes of a batch.
-      loss: of the pipeline.
+      loss: the loss of the pipeline.
       ties: `(layer, leaf)` of the copies of each tied weight; all take the value of the first.
       mutable_state: one nested dict per layer, which stays as it is.
-      key: of random draws; they are others than those of a pipeline.
+      key: the key of random draws, which differ from those of a pipeline.
     """
 
     def value(params: Sequence, batch: Any) -> jax.Array:

@@ -24,12 +24,12 @@ class ProductForm:
     """A gradient as a product of two matrices.
 
     Attributes:
-      shape: of the product as the backward has it.
+      shape: the shape of the product in the backward.
       rows: a, numbers in a row of x.
       columns: b, numbers in a row of d.
-      dtype: of the product.
+      dtype: the dtype of the product.
       transposed: whether the backward has `d^T x`.
-      tail: from the product to the gradient.
+      tail: the equations from the product to the gradient.
     """
 
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Product:
     Attributes:
       x: `[s, a]`, inputs of the layer.
       d: `[s, b]`, gradients by its outputs.
-      form: how the gradient follows from `x^T d`.
+      form: the way from `x^T d` to the gradient.
     """
 
     x: jax.Array
@@ -108,8 +108,8 @@ def with_products(
 
     Args:
       backward: residuals and output gradients -> gradients of the parameters, then others.
-      num_residuals: how many residuals.
-      num_parameters: how many parameters.
+      num_residuals: the number of residuals.
+      num_parameters: the number of parameters.
       wanted: `(a, b)` -> whether the operands are wanted of a product `[a, b]`.
     """
     producers = {v: eqn for eqn in backward.equations for v in eqn.outvars}

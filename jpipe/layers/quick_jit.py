@@ -9,7 +9,7 @@ import jaxlib
 from jpipe.layers.equations import Equations, is_on_mesh
 
 _HAS_OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
-"""Whether XLA for CPUs can still emit kernels without MLIR."""
+"""True if XLA for CPUs can still emit kernels without MLIR."""
 
 
 _MANY_NUMBERS = 2**21
@@ -26,8 +26,8 @@ def quick_options(platform: str, num_numbers: int = 0) -> dict[str, Any] | None:
     take half the time of those with MLIR. The results differ by rounding at most.
 
     Args:
-      platform: of the devices that run it.
-      num_numbers: that it computes.
+      platform: the platform of the devices that run the function.
+      num_numbers: the number of numbers that the function computes.
     """
     if platform != "cpu":
         return None
@@ -44,7 +44,7 @@ def shared_jit(platform: str) -> Callable[[Callable, Any], Any]:
     Programs are equal if they do the same with the leaves of their arguments, whatever the trees are.
 
     Args:
-      platform: of the devices that run it.
+      platform: the platform of the devices that run the function.
     """
     compiled: dict[tuple, Callable] = {}
 

@@ -35,7 +35,7 @@ def report(name: str, value: Any) -> None:
     transforms there: return the value from that function first.
 
     Args:
-      name: of the sum.
+      name: the name of the sum.
       value: a floating-point scalar.
 
     Raises:
@@ -64,7 +64,7 @@ def report(name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def collect() -> Iterator[dict[str, jax.Array]]:
-    """Collects what layers report inside the context: name -> sum."""
+    """Collects the values that layers report inside the context: name -> sum."""
     collected: dict[str, jax.Array] = {}
     token = _COLLECTED.set(collected)
     try:
@@ -88,8 +88,8 @@ def report_weights(layer: Any, name: str, function: Callable[[Any], Any]) -> Rep
     computes its part where its weights lie, and the loss sees the sum: `reported[name]`.
 
     Args:
-      layer: whatever may be given as a layer.
-      name: of the sum.
+      layer: a layer of any kind that `Pipeline` takes.
+      name: the name of the sum.
       function: `parameters -> scalar`, of the nested dict that `Pipeline.get_params` returns for the layer. A tied
         weight is in the dict of every layer that shares it.
 
@@ -116,7 +116,7 @@ def report_weights(layer: Any, name: str, function: Callable[[Any], Any]) -> Rep
 
 
 def with_reported_weights(layer: Layer, reports: ReportWeights) -> Layer:
-    """`layer`, which in training also reports what `reports` says."""
+    """Returns `layer`, which in training also reports the values of `reports`."""
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple:
         report(reports.name, reports.function(parameters))

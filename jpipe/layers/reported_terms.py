@@ -42,8 +42,8 @@ class Terms(NamedTuple):
 
     Attributes:
       constant: the value, if it depends on no argument; the others are None then.
-      rest: what depends on other arguments than reported values.
-      reported: what depends on reported values alone.
+      rest: the term that depends on other arguments than reported values.
+      reported: the term that depends on reported values alone.
       mixed_by: the operation, neither sum nor product, that was applied to both terms. All of the value is `rest` then.
     """
 
@@ -58,7 +58,7 @@ class Terms(NamedTuple):
         return first + others[0] if others else first
 
     def rest_and_reported(self) -> tuple[Any, Any]:
-        """Its two terms, zero where it has none. A constant belongs to the rest."""
+        """The two terms of the value, zero where it has none. A constant belongs to the rest."""
         rest = self.constant if self.rest is None else self.rest
         zero = jnp.zeros_like(self.whole())
         return (
@@ -107,7 +107,7 @@ def _results(eqn: Any, operands: Sequence[Terms]) -> list[Terms]:
 
 
 def _is_linear(name: str, operands: Sequence[Terms]) -> bool:
-    """Whether an operation is linear in those of its operands that are not constant."""
+    """Returns whether an operation is linear in those of its operands that are not constant."""
     changing = [i for i, a in enumerate(operands) if a.constant is None]
     if name == "select_n":
         return 0 not in changing

@@ -68,9 +68,9 @@ class Residuals:
         """Chooses the stash.
 
         Args:
-          forward, backward, arguments: of the layer.
-          constants: as in `LayerProgram`.
-          rereads_weights: as of `smallest_stash`.
+          forward, backward, arguments: the forward, backward and arguments of the layer.
+          constants: see `LayerProgram`.
+          rereads_weights: see `smallest_stash`.
         """
         equations = forward.equations
         parameters, _, extra = map(tuple, arguments.split(equations.inputs))
@@ -135,7 +135,7 @@ class Reader(NamedTuple):
 
         Args:
           at_hand: parameters, then constants.
-          stash: what is stashed.
+          stash: the stash.
           others: the inputs of the equations after the residuals.
         """
         values = self.rebuild(*at_hand, *stash)
@@ -161,8 +161,8 @@ def smallest_stash(
 
     Args:
       forward: the equations of the forward.
-      parameters: those of its inputs that are parameters.
-      fixed: those of its inputs that never change; cheap equations may read them.
+      parameters: the inputs that are parameters.
+      fixed: the inputs that never change; cheap equations may read them.
       varying: the variables that depend on more than these.
       residuals: variables in `varying`.
       rereads_weights: whether cheap equations may read parameters.

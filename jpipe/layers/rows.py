@@ -75,7 +75,7 @@ def _analyse(
     """The row dims of a layer's outputs, and the operations that combine rows.
 
     Args:
-      program: of the layer.
+      program: the program of the layer.
       input_dims: the row dims of its inputs.
       reported: positions of the outputs that are numbers for the loss, which are not analysed.
       num_rows: the number of rows of a microbatch.
@@ -141,7 +141,7 @@ class _Equation(NamedTuple):
     num_rows: int
 
     def results(self, dims: RowDims, mixes: bool = False) -> tuple[list[RowDims], bool]:
-        """The same row dims for every result."""
+        """Gives every result the same row dims."""
         return [dims] * len(self.out_shapes), mixes
 
 
@@ -149,7 +149,7 @@ _Rule = Callable[[_Equation], tuple[list[RowDims], bool]]
 
 
 def _elementwise(eqn: _Equation) -> tuple[list[RowDims], bool]:
-    """All operands are scalars, or have the shape of the result except for dims of size 1."""
+    """Row dims if all operands are scalars, or have the shape of the result except for dims of size 1."""
     (result,) = set(eqn.out_shapes)
     for shape in eqn.shapes:
         if shape != () and len(shape) != len(result):
@@ -187,7 +187,7 @@ def _reshape(eqn: _Equation) -> tuple[list[RowDims], bool]:
 
 
 def _reshaped(old: Sequence[int], new: Sequence[int], dim: int, num_rows: int) -> int | None:
-    """The dim of the new shape whose outer factor is the rows, which are the outer factor of `dim`."""
+    """The dim of the new shape whose outer factor is the rows, if they are the outer factor of `dim`."""
     before = math.prod(old[:dim])
     for d, size in enumerate(new):
         if math.prod(new[:d]) == before and size != 1:

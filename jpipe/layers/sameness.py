@@ -17,7 +17,7 @@ _PRINTED = (type(None), bool, int, float, complex, str, bytes, np.dtype)
 
 
 class _Identity:
-    """Equal only for one object, which it keeps alive, so that no other object gets its address."""
+    """A key that equals only itself. It keeps its object alive, so that no other object gets the address."""
 
     def __init__(self, value: Any) -> None:
         self._value = value

@@ -24,7 +24,7 @@ def parameter_specs(layer: Layer, index: int, sizes: Mapping[str, int], rules: A
       layer: the layer, bound to its inputs.
       index: its position, for messages.
       sizes: axis of the mesh -> number of devices. Names that stand for no axis of it are left out.
-      rules: from the logical names of dims to axes.
+      rules: the axes of each logical name of a dim.
 
     Returns:
       One tuple per parameter, `()` for each if `sizes` is empty.
@@ -93,8 +93,8 @@ def microbatch_spec(shape: Sequence[int], num_rows: int, sizes: Mapping[str, int
     """The split of a value of a microbatch: along its rows, over the axis "fsdp".
 
     Args:
-      shape: of the value, such as an activation. It has rows if its first dim has as many entries.
-      num_rows: of the microbatch.
+      shape: the shape of the value, such as an activation. It has rows if its first dim has as many entries.
+      num_rows: the number of rows of the microbatch.
       sizes: axis of the mesh -> number of devices, of the automatic axes.
 
     Returns:
@@ -116,7 +116,7 @@ class ValueSplit:
     layer as it is.
 
     Attributes:
-      num_rows: of the microbatch.
+      num_rows: the number of rows of the microbatch.
       sizes: axis of the mesh -> number of devices, of the automatic axes.
       annotated: shape -> spec, of outputs that layers split over more than their rows.
     """
@@ -190,9 +190,9 @@ def stash_specs(
 
     Args:
       program: the layer's programs.
-      parameter_specs: how its parameters are split.
-      values: how its inputs are split.
-      mesh: of the pipeline. TPUs compile for all chips of a slice or none, so the layer is compiled for all
+      parameter_specs: the splits of its parameters.
+      values: the splits of its inputs.
+      mesh: the mesh of the pipeline. TPUs compile for all chips of a slice or none, so the layer is compiled for all
         devices, and does the same along the axes that are not automatic.
     """
     if not program.stash:

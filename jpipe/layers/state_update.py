@@ -37,7 +37,7 @@ class StateUpdate:
     Attributes:
       leaves: abstract values of the state.
       sequence: positions of the leaves that every microbatch moves.
-      varying: those of `sequence` whose new values depend on the rows of the batch, or on random draws.
+      varying: the leaves of `sequence` whose new values depend on the rows of the batch, or on random draws.
       deferred: positions of the leaves that a minibatch moves.
       calls: per call of a batch norm that moves the state the abstract values of its record, see
         `jpipe.layers.batch_norm.Record`.
@@ -61,7 +61,7 @@ class StateUpdate:
 
     @property
     def moves(self) -> bool:
-        """Whether training moves any of the state."""
+        """True if training moves any of the state."""
         return bool(self.sequence or self.deferred)
 
     @property
@@ -73,11 +73,11 @@ class StateUpdate:
     # -- Microbatches
 
     def results(self, run: Callable[..., tuple], *args: Any) -> tuple[tuple, tuple]:
-        """Runs a layer: its results without the state, and what moves the state: records, and leaves in sequence.
+        """Runs a layer: its results without the state, and the movers of the state: records, and leaves in sequence.
 
         Args:
           run: `(parameters, state, key, args) -> (outputs, new state, ...)`.
-          *args: of `run`.
+          *args: the arguments of `run`.
         """
         if not self.calls:
             outputs, state, *rest = run(*args)
@@ -116,7 +116,7 @@ class StateUpdate:
         return (jax.ShapeDtypeStruct((), dtype), *kept)
 
     def added(self, statistics: Sequence[jax.Array], recorded: Sequence[jax.Array]) -> list[jax.Array]:
-        """The statistics with one more microbatch, whose records are given as a flat list."""
+        """Adds one more microbatch to the statistics. Its records are a flat list."""
         number, *kept = statistics
         result = [number + 1]
         for group, (mean, variance, *rows) in zip(self._by_call(kept), self._by_call(recorded), strict=True):
@@ -174,7 +174,7 @@ class StateUpdate:
         return [jnp.where(broken, a, b) for a, b in zip(old, new)]
 
     def _by_call(self, values: Sequence) -> list[Sequence]:
-        """A flat list of what calls have, as one list per call."""
+        """Splits a flat list of the calls' arrays into one list per call."""
         result, start = [], 0
         for record in self.calls:
             result.append(values[start : start + len(record)])
@@ -188,7 +188,7 @@ def _along(number: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _breaks(old: jax.Array, new: jax.Array) -> jax.Array:
-    """Whether a finite number of a leaf would become infinite or NaN."""
+    """Returns whether a finite number of a leaf would become infinite or NaN."""
     if not is_inexact(new):
         return jnp.zeros((), bool)
     return (jnp.isfinite(old) & ~jnp.isfinite(new)).any()
@@ -207,7 +207,7 @@ class _TracedCall:
 
     Attributes:
       closed: the jaxpr, from and to flat lists.
-      tree: of the results.
+      tree: the tree of the results.
     """
 
     closed: jex.ClosedJaxpr
@@ -222,7 +222,7 @@ class _TracedCall:
 
 
 def trace_state(run: Callable[..., tuple], parameters: Any, state: Any, key: Any, args: Any) -> StateUpdate:
-    """Traces what a layer does to its state.
+    """Traces the change of a layer's state.
 
     Args:
       run: `(parameters, state, key, args) -> (outputs, new state, ...)`.

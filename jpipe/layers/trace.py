@@ -42,11 +42,11 @@ class Traced:
       outputs: per layer, the abstract leaves of its outputs without the stashed skips.
       output_tree: tree structure of the last layer's outputs.
       skips: name -> (layer that stashes it, layer that pops it, abstract leaves).
-      specs: per layer kind, how its parameters are split over automatic axes of the mesh, in the
+      specs: the split of the parameters of each layer kind over automatic axes of the mesh, in the
         form of `packing.Leaf`.
       find_stash_specs: compiles the layers on the first call, and returns `stash_specs`.
-      values: how the values that layers pass on are split.
-      splits: how a strategy splits each layer; `()` without a strategy.
+      values: the split of the values that layers pass on.
+      splits: the split of each layer by a strategy; `()` without a strategy.
     """
 
     layers: Sequence[Layer]
@@ -70,11 +70,11 @@ class Traced:
 
     @property
     def stash_specs(self) -> Sequence[Sequence[tuple]]:
-        """Per layer kind, how its stash is split, which the compiler decides."""
+        """The split of the stash of each layer kind, which the compiler decides."""
         return self.find_stash_specs()
 
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
-        """A leaf that is split as what layers pass on, such as a leaf of a message."""
+        """A leaf that is split like the values that layers pass on, such as a leaf of a message."""
         return Leaf(aval, 1, self.values.spec(aval.shape))
 
     @functools.cached_property
@@ -113,7 +113,7 @@ def trace_layers(
       layers: the result of `as_layers`.
       loss: the loss.
       microbatch: abstract arrays.
-      key_impl, automatic, axis_rules, **options: as of `_trace`.
+      key_impl, automatic, axis_rules, **options: see `_trace`.
 
     Raises:
       ValueError: if a layer or the loss cannot take its arguments.
@@ -134,7 +134,7 @@ def trace_layers(
 
 
 def trace_evaluation(layers: Sequence[Layer], microbatch: Any, **options: Any) -> Traced:
-    """The same in evaluation, without a loss; `**options` as of `_trace`."""
+    """Traces the layers in evaluation, without a loss; for `**options` see `_trace`."""
     return _trace(layers, None, microbatch, **options)[0]
 
 
@@ -157,18 +157,18 @@ def _trace(
 
     Args:
       layers: the result of `as_layers`.
-      loss: whose values the layers report; None traces the layers in evaluation.
+      loss: the loss whose values the layers report; None traces the layers in evaluation.
       microbatch: abstract arrays.
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
       key_impl: implementation of the random keys of the layers; None is JAX's default.
       policy: the checkpoint policy of the layers. The loss stashes all its residuals.
-      products: as of `trace_layer`.
+      products: see `trace_layer`.
       automatic: the mesh of the automatic axes alone, over which parameters may be split; None
         without such axes.
       mesh: the whole mesh, if there are automatic axes.
-      axis_rules: from logical names to axes.
-      splits: how a strategy splits each layer, instead of annotations; `()` without a strategy.
-      rereads_weights: as of `trace_layer`.
+      axis_rules: the axes of each logical name.
+      splits: the split of each layer by a strategy, instead of annotations; `()` without a strategy.
+      rereads_weights: see `trace_layer`.
 
     Returns:
       The layers, and the abstract outputs of the model.
@@ -225,7 +225,7 @@ def _trace(
 
 
 def _stash_specs(tracer: Tracer, values: ValueSplit, mesh: Mesh | None) -> list:
-    """Per layer kind, how its stash is split; not at all without a mesh."""
+    """The split of the stash of each layer kind; empty without a mesh."""
     if tracer.automatic is None or mesh is None:
         return [[()] * len(kind.stash) for kind in tracer.layer_kinds]
     kinds = zip(tracer.layer_kinds, tracer.specs, strict=True)

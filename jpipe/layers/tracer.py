@@ -27,15 +27,15 @@ class Tracer:
     """Traces layers in order, each for the outputs of the layer before it.
 
     Attributes:
-      layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: as in `Traced`, of the layers so
+      layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: see `Traced`; of the layers so
         far.
       automatic: the mesh of the automatic axes; None if there are none.
-      axis_rules: from logical names to its axes.
-      splits: how a strategy splits each layer; `()` without a strategy.
+      axis_rules: the axes of the mesh of each logical name.
+      splits: the split of each layer by a strategy; `()` without a strategy.
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
         but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
         names inputs and outputs alone.
-      reported: what the layers so far have reported, by name.
+      reported: the values that the layers so far have reported, by name.
     """
 
     layers: list[Layer]
@@ -96,8 +96,8 @@ class Tracer:
 
         Args:
           i: the layer.
-          args: with the sums of what layers report.
-          plain_args: as the layer takes them.
+          args: the arguments, with the sums of the values that layers report.
+          plain_args: the arguments that the layer takes.
         """
         layer = self.layers[i]
         if layer.alike is None:
@@ -189,7 +189,7 @@ class Tracer:
         return f"{message.rstrip('.')}. {layer.note}"
 
     def _function(self, i: int, update: StateUpdate) -> Callable[..., tuple[tuple, Any]]:
-        """Layer `i` in the form of `trace_layer`; its aux is what moves its state, see `StateUpdate.results`."""
+        """Returns layer `i` in the form of `trace_layer`; its aux moves its state, see `StateUpdate.results`."""
         layer = self.layers[i]
         dtype = self._output_dtype() if self._is_last(i) else self.compute_dtype
 
@@ -215,11 +215,11 @@ class Tracer:
         return function
 
     def _takes_sums(self, i: int) -> bool:
-        """Whether layer `i` takes the sums of what layers before it have reported."""
+        """Returns whether layer `i` takes the sums of values that layers before it have reported."""
         return bool(self.reports) and i > 0
 
     def _with_sums(self, outputs: tuple, sums: dict, reported: dict) -> tuple:
-        """`(outputs, *stashed)` with the sums, and what the layer adds to them, beside the outputs."""
+        """Adds the layer's reports to the sums. Returns `(outputs, *stashed)` with the sums beside the outputs."""
         for name, value in reported.items():
             dtype = np.result_type(self.reported.get(name, value).dtype, value.dtype)
             self.reported[name] = jax.ShapeDtypeStruct((), dtype)
