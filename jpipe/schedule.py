@@ -1,4 +1,4 @@
-"""The schedule: a table of what every pipeline stage does at every tick.
+"""The schedule: a table of the operations of every pipeline stage at every tick.
 
 Letters: S stages, s a stage; D devices; C columns, c a column; N microbatches per
 minibatch, m a microbatch; T ticks, t a tick; v a weight version.
@@ -310,7 +310,7 @@ class Schedule(Table):
 
     @property
     def identity(self) -> tuple:
-        """What makes two schedules equal; the first entry is the name."""
+        """The facts that make two schedules equal; the first entry is the name."""
         arrays = tuple(getattr(self, field).tobytes() for field in ARRAYS)
         shape = self.forward.shape
         return (self.name, self.num_microbatches, shape, *arrays, self.emulates)

@@ -1,4 +1,4 @@
-"""Simulates a table: in lockstep, tick by tick, or each device as early as its inputs allow.
+"""Simulates a table: in lockstep, tick by tick, or with each device as early as its inputs allow.
 
 Letters: S stages, s a stage; D devices, d a device; C columns, c a column; N microbatches,
 m a microbatch; T ticks, t a tick.
@@ -35,18 +35,18 @@ class Costs:
     A time is a number, or `[S]`, one per stage.
 
     Attributes:
-      forward: of a stage's forward.
-      backward: of a stage's input gradient.
-      weight_grad: of a stage's weight gradient. In a table that does not split backwards,
+      forward: time of a stage's forward.
+      backward: time of a stage's input gradient.
+      weight_grad: time of a stage's weight gradient. In a table that does not split backwards,
         one operation computes both gradients and sends the input gradient at its end.
-      transfer: from the end of a forward until the device of the next stage can read the
+      transfer: time from the end of a forward until the device of the next stage can read the
         output. `[S]`: entry s is the message from stage s to stage s + 1.
-      gradient_transfer: from the end of a backward until the device of the stage before
+      gradient_transfer: time from the end of a backward until the device of the stage before
         can read the gradient. `[S]`: entry s is the message from stage s + 1 to stage s.
         None: the same as `transfer`.
-      fused_backward: of both gradients in one operation. None: the sum of `backward` and
+      fused_backward: time of both gradients in one operation. None: the sum of `backward` and
         `weight_grad`.
-      update: of a stage's optimizer, once per minibatch, with the sum over its copies.
+      update: time of a stage's optimizer, once per minibatch, with the sum over its copies.
       tick: time that devices lose by waiting for each other, per tick that sends messages,
         and once more per tick that updates. Lockstep only.
       jitter: fraction by which a tick is longer if several devices compute in it: their
@@ -119,19 +119,19 @@ class Timing:
     """The time of every operation of a table.
 
     Attributes:
-      makespan: of a minibatch. In an asynchronous table, of a round of the steady state.
+      makespan: the time of a minibatch. In an asynchronous table, of a round of the steady state.
       busy: `[D]`, the time that each device computes. With shared cores, the time that its
         work takes on one core.
       transfer: `[D]`, the time of the messages that each device sends. In lockstep all
         devices wait for the messages of a tick; otherwise messages travel while devices
         compute.
-      span: `[D]`, from the start of a device's first operation to the end of its last. In
+      span: `[D]`, the time from the start of a device's first operation to the end of its last. In
         an asynchronous table, the makespan.
       start: kind of operation -> `[N, C]`, when each operation starts; NaN if the table
         has no such operation. For an asynchronous table these are times of a later round,
         counted from its start.
       end: kind of operation -> `[N, C]`, when each operation ends.
-      num_processors: how many devices can compute at full speed at a time: D, or fewer if
+      num_processors: the number of devices that can compute at full speed at a time: D, or fewer if
         they share cores.
       communicating: the part of the makespan in which all devices wait for messages.
         Nonzero only in lockstep.
@@ -174,7 +174,7 @@ def simulate(
 
     Args:
       schedule: a legal table.
-      costs: of its operations.
+      costs: the costs of its operations.
       mode: "lockstep" or "dependencies".
 
         - "lockstep" is one program on all devices, as this library runs it. A tick lasts
@@ -381,7 +381,7 @@ def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
 
 
 def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
-    """Operation after operation in the table's order, each as early as it can start."""
+    """Simulates one operation after the other in the table's order, each as early as it can start."""
     S, N, T = schedule.num_stages, schedule.num_microbatches, schedule.num_ticks
     ticks = _ticks(schedule)
     message = {k: _message(schedule, k, length) for k in ticks if k in TRANSFERS}

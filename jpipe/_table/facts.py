@@ -22,7 +22,7 @@ class Facts:
       makespan: units of time of the whole table; each tick is as long as its busiest
         device works (see `Schedule.device_work`). Asynchronous: of one round.
       bubble: 1 - busy time / (devices x makespan).
-      inner_bubble: the same between each device's first and last operation. It remains
+      inner_bubble: the bubble between each device's first and last operation. It remains
         if the next minibatch fills both ends. Asynchronous: the bubble.
       in_flight: `[S]`, the largest number of microbatches that are between their forward
         and the end of their backward at the same time, the ticks of both included, on one

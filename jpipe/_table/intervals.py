@@ -1,16 +1,16 @@
-"""How many intervals cover each point of a circle."""
+"""The number of intervals that cover each point of a circle."""
 
 import numpy as np
 
 
 def covering(first: np.ndarray, last: np.ndarray, num_points: int) -> np.ndarray:
-    """How many intervals cover each point. Every interval recurs every P points.
+    """Counts the intervals that cover each point. Every interval recurs every P points.
 
     It counts the ends of intervals, and takes no array of points by intervals.
 
     Args:
       first: int `[N, ...]`, the first point of each interval.
-      last: the same shape, the last point of each interval, included in it; `first - 1`: the interval is empty.
+      last: int `[N, ...]`, the last point of each interval, included in it; `first - 1`: the interval is empty.
       num_points: P.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What makes a table legal: one function per rule, all called by `jpipe.Schedule.check`.
+"""The rules of a legal table: one function per rule, all called by `jpipe.Schedule.check`.
 
 Letters: T ticks, t a tick; C columns, c a column; N microbatches, m a microbatch; k the
 number of a round before the one that the table shows. Arrays `[N, C]` hold absolute ticks.
@@ -79,7 +79,7 @@ def _check_arrived(table: Table) -> None:
 
 
 def _check_once(table: Table) -> None:
-    """Every stage runs each operation once per microbatch, and every column updates once.
+    """Checks that every stage runs each operation once per microbatch, and that every column updates once.
 
     All operations of a microbatch on a stage are in one column. A forward-only table has no
     backward and no update at all.
@@ -103,7 +103,7 @@ def _check_field_once(table: Table, field: str, column_of: np.ndarray) -> None:
 
     Args:
       table: the table.
-      field: of the operation.
+      field: the field of the operation.
       column_of: int `[S, N]`, the column that runs each microbatch of each stage; forwards fill it in.
     """
     cells, N = getattr(table, field), table.num_microbatches
@@ -134,7 +134,7 @@ def _check_field_once(table: Table, field: str, column_of: np.ndarray) -> None:
 
 
 def _check_updates_once(table: Table) -> None:
-    """Every column updates once, all columns of a stage in the same tick."""
+    """Checks that every column updates once, all columns of a stage in the same tick."""
     for c, updates in enumerate((table.update != IDLE).T):
         if not updates.any():
             raise ValueError(with_mark(table, "there is no update", None, c))
@@ -177,7 +177,7 @@ def _arrival(table: Table, ticks: np.ndarray, offset: int) -> np.ndarray:
     Args:
       table: the table.
       ticks: `[N, C]`, ticks of the operation that sends and of the one that reads.
-      offset: of the stage that sends, from the stage that reads: -1 or 1.
+      offset: the sending stage minus the reading stage: -1 or 1.
     """
     sent = table.by_stage(ticks) + 1
     arrival = np.full_like(ticks, IDLE)

@@ -1,4 +1,4 @@
-"""The arrays of a table, and what is read off them without knowing whether the table is legal."""
+"""The arrays of a table, and the facts that follow from them whether the table is legal or not."""
 
 import dataclasses
 import functools
@@ -115,7 +115,7 @@ class Table:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a stage has several columns, on several devices or as lanes of one."""
+        """True if a stage has several columns, on several devices or as lanes of one."""
         return self.num_columns > self.num_stages
 
     @functools.cached_property
@@ -148,31 +148,31 @@ class Table:
 
     @functools.cached_property
     def ring(self) -> bool:
-        """Whether the first and the last of more than two devices exchange messages."""
+        """True if the first and the last of more than two devices exchange messages."""
         device = self.device[self.column_of_microbatch]
         D = self.num_devices
         return D > 2 and bool((np.abs(np.diff(device)) == D - 1).any())
 
     @functools.cached_property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are operations of their own."""
+        """True if weight gradients are operations of their own."""
         return bool((self.weight_grad != IDLE).any())
 
     @functools.cached_property
     def forward_only(self) -> bool:
-        """Whether the table has no backward, no weight gradient and no update."""
+        """True if the table has no backward, no weight gradient and no update."""
         trains = (self.backward, self.weight_grad, self.update)
         return all(bool((cells == IDLE).all()) for cells in trains)
 
     @functools.cached_property
     def drains(self) -> bool:
-        """Whether the table is one whole minibatch: between rounds nothing is in flight."""
+        """True if the table is one whole minibatch: between rounds nothing is in flight."""
         microbatches = (self.forward, self.backward, self.weight_grad)
         return all(bool(((m == IDLE) | (m >= 0)).all()) for m in microbatches)
 
     @functools.cached_property
     def synchronous(self) -> bool:
-        """Whether the table is one whole minibatch that reads only weight version 0."""
+        """True if the table is one whole minibatch that reads only weight version 0."""
         versions = (self.forward_version, self.backward_version)
         return (
             self.drains

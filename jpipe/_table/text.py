@@ -122,8 +122,8 @@ def with_mark(table: Table, message: str, tick: int | None, column: int) -> str:
     """An error message: `message`, its tick and stage, and the table with that cell marked.
 
     Args:
-      table: to show.
-      message: what is wrong.
+      table: the table to show.
+      message: the fault.
       tick: the row of the cell. None blames the whole column and marks its header.
       column: the column of the cell.
     """
@@ -150,12 +150,12 @@ _MOST_SHOWN = 40
 
 
 def _around(index: int, size: int) -> list[int]:
-    """The head of a table, and as much of it around an index as a message shows."""
+    """The head of a table, and the indices around one that a message shows."""
     start = max(1, min(index - _MOST_SHOWN // 2, size - _MOST_SHOWN))
     return [0, *range(start, min(start + _MOST_SHOWN, size))]
 
 
 def _align(rows: list[list[str]]) -> list[str]:
-    """Each row as one line, its cells padded so that columns stand two spaces apart."""
+    """Pads the cells so that columns stand two spaces apart. Returns one line per row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
     Attributes:
       build: the builder.
       refusal: takes all arguments of `build` and returns a reason, or None.
-      stages_per_device: of a builder without an argument `num_chunks`.
+      stages_per_device: the number of stages per device, for a builder without an argument `num_chunks`.
     """
 
     build: Callable[..., Schedule]
@@ -141,7 +141,7 @@ def get(name: str) -> Callable[..., Schedule]:
 
 
 def refusal(name: str, num_stages: int, num_microbatches: int, **options: Any) -> str | None:
-    """Why a builder refuses some counts and options.
+    """Returns the reason why a builder refuses some counts and options.
 
     Returns the message of the ValueError that the builder would raise, without building a
     table. A search over schedules skips combinations for which it is not None.

@@ -67,15 +67,15 @@ def search(
     much better any table could be.
 
     Args:
-      costs: of one microbatch, as measured.
+      costs: the measured costs of one microbatch.
       num_microbatches: N, at least 1.
       memory_limit: the most activations of a device, in the unit of `activations`.
       num_stages: S. None: as many as `costs` or `activations` has numbers.
       num_devices: D, a divisor of S. None: S. With several stages per device, stage s is
         on device s modulo D; with two, a V (down the devices and up again) is tried too.
-      activations: size of what one microbatch keeps between its forward and its weight
+      activations: size of the arrays that one microbatch keeps between its forward and its weight
         gradient: a number, or `[S]`, one per stage.
-      mode: as for `simulate`.
+      mode: see `simulate`.
 
     Returns:
       A `SearchResult`.
@@ -163,7 +163,7 @@ def _memory(schedule: Schedule, activations: np.ndarray) -> np.ndarray:
 
 
 def _candidates(costs: Costs, S: int, N: int, D: int, limit: float, activations: np.ndarray) -> Iterator[Schedule]:
-    """Every table to price. Some do not fit the limit."""
+    """Yields every table to price. Some do not fit the limit."""
     with warnings.catch_warnings():
         # Tables of few microbatches warn of their bubble. Here they are priced instead.
         warnings.simplefilter("ignore", UserWarning)
@@ -202,7 +202,7 @@ def _rule(
       first: the kind that goes first: "backward", "forward", or "turns" for forward during
         the warm-up and backward after it.
       late_stages_first: whether the forward of a device's latest stage goes first.
-      wait: how many weight gradients may wait. If more wait, they go first.
+      wait: the number of weight gradients that may wait. If more wait, they go first.
       limit: the memory limit. A microbatch enters a device only if there is room for its
         activations on all stages of the device, so that it can always leave again.
       activations: `[S]`, of one microbatch.

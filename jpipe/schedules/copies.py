@@ -59,7 +59,7 @@ def wrong_replicas(num_stages: int, num_microbatches: int, replicas: Sequence[in
 
 
 def has_copies(replicas: Sequence[int] | None) -> bool:
-    """Whether any stage has more than one copy."""
+    """Returns whether any stage has more than one copy."""
     return replicas is not None and max(replicas) > 1
 
 

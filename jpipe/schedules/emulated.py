@@ -74,7 +74,7 @@ def with_delays(
       delays: int `[S]` or `[N, S]`, at least 0: how many updates lie between the weights that the forward of
         a stage reads (of a microbatch on a stage) and the weights that its gradient is applied to.
       num_microbatches: N, microbatches per update.
-      backward_delays: the same for backwards. None: `delays`, so a gradient is taken at one set of weights.
+      backward_delays: delays of backwards. None: `delays`, so a gradient is taken at one set of weights.
 
     Returns:
       A `Schedule` on one device.
@@ -117,7 +117,7 @@ def random_delays(num_stages: int, num_microbatches: int, most: int, seed: int =
       num_stages: S.
       num_microbatches: N.
       most: the largest delay, in updates.
-      seed: of the draws.
+      seed: the seed of the draws.
 
     Returns:
       int64 `[N, S]`.
@@ -163,9 +163,9 @@ def _sequential(
     """One microbatch after the other through all stages, on one device.
 
     Args:
-      name: of the schedule.
+      name: the name of the schedule.
       forward_version: int `[N, S]`, the version that each forward reads, relative to its own minibatch.
-      backward_version: the same for backwards.
+      backward_version: int `[N, S]`, the version that each backward reads, relative to its own minibatch.
       emulates: see `Schedule`.
     """
     N, S = forward_version.shape

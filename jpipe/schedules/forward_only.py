@@ -18,7 +18,7 @@ def refusal(
     stage: Sequence[int] | np.ndarray | None,
     device: Sequence[int] | np.ndarray | None,
 ) -> str | None:
-    """Why `forward_only` refuses these counts and stages; `Schedule` checks the devices."""
+    """The reason why `forward_only` refuses these counts and stages; `Schedule` checks the devices."""
     del device
     wrong = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     if wrong or stage is None:

@@ -11,7 +11,7 @@ from jpipe.schedules.list_scheduling import Job, Progress, list_schedule
 
 
 def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str) -> str | None:
-    """Why `interleaved` refuses these arguments; None if it accepts them."""
+    """The reason why `interleaved` refuses these arguments; None if it accepts them."""
     if wrong := wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks):
         return wrong
     num_devices, rest = divmod(num_stages, num_chunks)

@@ -197,7 +197,7 @@ class _Ahead:
 
         Args:
           operation: the next of its kind and stage.
-          end: when it ends.
+          end: its end.
         """
         kind, s, m = operation
         self._ends[kind, s].append(end)

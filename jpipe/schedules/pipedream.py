@@ -17,7 +17,7 @@ def refusal(
     vertical_sync: bool,
     replicas: Sequence[int] | None,
 ) -> str | None:
-    """Why `pipedream` refuses these arguments; None if it accepts them."""
+    """The reason why `pipedream` refuses these arguments; None if it accepts them."""
     del vertical_sync
     return wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas)
 

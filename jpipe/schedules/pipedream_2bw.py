@@ -16,7 +16,7 @@ def refusal(
     ticks: str,
     replicas: Sequence[int] | None,
 ) -> str | None:
-    """Why `pipedream_2bw` refuses these arguments; None if it accepts them."""
+    """The reason why `pipedream_2bw` refuses these arguments; None if it accepts them."""
     if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas):
         return wrong
     counts, copies = [1] * num_stages, ""

@@ -19,7 +19,7 @@ def refusal(
     replicas: Sequence[int] | None,
     max_delay: int | None,
 ) -> str | None:
-    """Why `pipemare` refuses these arguments; None if it accepts them."""
+    """The reason why `pipemare` refuses these arguments; None if it accepts them."""
     if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas):
         return wrong
     if max_delay is None:

@@ -124,7 +124,7 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def refusal_of_v(num_stages: int, num_microbatches: int) -> str | None:
-    """Why `zero_bubble_v` refuses these counts; None if it accepts them."""
+    """The reason why `zero_bubble_v` refuses these counts; None if it accepts them."""
     wrong = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     if wrong or num_stages % 2 == 0:
         return wrong

@@ -28,7 +28,7 @@ def linearised(
     all contiguous splits.
 
     Args:
-      graph, num_devices, num_hosts, memory_limit, bandwidth: as of `ideals`.
+      graph, num_devices, num_hosts, memory_limit, bandwidth: see `ideals`.
 
     Returns:
       The split. Its `bound` follows from the total work divided among devices and hosts, and from

@@ -24,7 +24,7 @@ def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> P
     Args:
       problem: the groups.
       ordered: whether stages must be in order; if not, more groups can be merged.
-      memory: what to do where memory could run out. "exact": merge only groups without memory.
+      memory: the rule where memory could run out. "exact": merge only groups without memory.
         "ignored": do not count the memory of merged groups, so that the best split of the result
         is a lower bound. "kept": count it, so that every split of the result is a split of the
         problem, but perhaps none of the best.
@@ -79,7 +79,7 @@ class _MergedGroups:
         return adjacent.union(*self._nets_of[c]) - {c}
 
     def may_join(self, c: int, d: int) -> bool:
-        """Whether some best split has `c` and `d` together."""
+        """Returns whether some best split has `c` and `d` together."""
         nets = self._nets_of[c]
         # The stage of D may be on a host: C must take no time there.
         if self._problem.num_hosts and math.isfinite(self._host[d]) and self._host[c]:

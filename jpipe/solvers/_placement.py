@@ -69,7 +69,7 @@ class Problem:
 
     @property
     def memory_is_enough(self) -> bool:
-        """Whether one device holds all groups that devices can run."""
+        """True if one device holds all groups that devices can run."""
         return self.memory[np.isfinite(self.device)].sum() <= self.most_memory
 
     @property
@@ -82,7 +82,7 @@ class Problem:
         return sum(self.graph.nodes[v].device_bytes for g in groups for v in self.groups[g])
 
     def fits(self, split: "Split") -> bool:
-        """Whether every device holds its stage."""
+        """Returns whether every device holds its stage."""
         return all(on_host or self.stage_memory(groups) <= self.most_memory for groups, on_host in split)
 
     def stage_load(self, groups: Iterable[int], on_host: bool) -> float:
@@ -105,7 +105,7 @@ class Problem:
 
         Args:
           solver: the solver's name.
-          stages: for each stage its groups and whether a host runs it, first to last.
+          stages: the groups of each stage and whether a host runs it, first to last.
           bound: a lower bound of all splits.
           gap: the fraction of the objective by which an optimal split may exceed the bound.
         """
@@ -148,7 +148,7 @@ def placement(
     gradient of its size, so it is paid for twice.
 
     Args:
-      graph, num_devices, num_hosts, memory_limit, bandwidth: as of `ideals`.
+      graph, num_devices, num_hosts, memory_limit, bandwidth: see `ideals`.
       contiguous: whether stages must be in order. If not, `Problem.order` is empty.
 
     Raises:

@@ -41,7 +41,7 @@ def throughput_ip(
     devices in between, which can be a few percent faster.
 
     Args:
-      graph, num_devices, num_hosts, memory_limit, bandwidth: as of `ideals`.
+      graph, num_devices, num_hosts, memory_limit, bandwidth: see `ideals`.
       contiguous: whether the stages must have an order that no edge of the forward pass goes
         against.
       time_limit: seconds, after which the best split known is returned.

@@ -63,7 +63,7 @@ def two_bw(
     schedule: Literal["2bw", "flush", "gpipe"] = "2bw",
     recompute_factor: float = 4 / 3,
 ) -> list[Configuration]:
-    """All configurations that fit the memory, the fastest first.
+    """Lists all configurations that fit the memory, the fastest first.
 
     With width w, depth d, microbatch size b and m(b) = B / (w b), a device holds
 
@@ -80,7 +80,7 @@ def two_bw(
       blocks: the model.
       machine: the devices, their memory and links.
       batch_size: B, samples per minibatch.
-      schedule: what a device holds. "2bw": two versions of the weights and one microbatch per
+      schedule: the memory of a device. "2bw": two versions of the weights and one microbatch per
         stage; "flush": one version and as many microbatches; "gpipe": one version and all
         microbatches.
       recompute_factor: time of a recomputed block divided by the time of another one.

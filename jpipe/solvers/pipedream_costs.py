@@ -16,7 +16,7 @@ class LinkLevel:
 
     Attributes:
       size: M, the number of components.
-      bandwidth: of each link.
+      bandwidth: the bandwidth of each link.
       below: M of the level below; 1 if the components are devices.
       devices: number of devices per component.
     """

@@ -24,8 +24,8 @@ class Solver:
 
     Attributes:
       solve: `(graph, num_devices, **options) -> Solution`. Its signature defines the options.
-      finds: what it finds, in a phrase.
-      proof: what it proves of the result.
+      finds: the result, in a phrase.
+      proof: the proof about the result.
       takes_levels: whether `num_devices` and `bandwidth` may be sequences, with one number per
         level of the machine.
       needs_bandwidth: whether `bandwidth` must be given for every graph.
@@ -38,7 +38,7 @@ class Solver:
     needs_bandwidth: bool = False
 
     def takes(self, option: str) -> bool:
-        """Whether `solve` has a keyword argument of this name."""
+        """Returns whether `solve` has a keyword argument of this name."""
         return option in inspect.signature(self.solve).parameters
 
 
