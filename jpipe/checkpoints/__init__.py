@@ -63,12 +63,12 @@ _SAVING, _DELETING = ".saving", ".deleting"
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore` returns.
+    """The result of `Checkpoints.restore`.
 
     Attributes:
       state: the training state.
       step: the step that was restored.
-      run: what was given to `save` as `run`.
+      run: the value that `save` got as `run`.
     """
 
     state: PipelineState
@@ -77,7 +77,7 @@ class Restored(NamedTuple):
 
 
 def _saves_together(checkpoints: "Checkpoints", *args: Any, **kwargs: Any) -> bool:
-    """Whether all processes must make a call of `save`, because the mesh of the state has devices of all of them."""
+    """Returns whether all processes must call `save`, because the mesh of the state has devices of all of them."""
     given = [*args, *kwargs.values()]
     return any(isinstance(state, PipelineState) and state.program.settings.rows is not None for state in given)
 
@@ -92,7 +92,7 @@ class Checkpoints:
     Args:
       directory: a folder in a file system, made by the first save; no address of object storage. Only one training may
         save there.
-      keep: how many of the newest steps stay. None: all.
+      keep: the number of the newest steps that stay. None: all.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, jpipe, optax
@@ -132,14 +132,14 @@ class Checkpoints:
 
     @public("save a checkpoint", _saves_together)
     def save(self, step: int, state: PipelineState, run: Any = None) -> None:
-        """Saves a state; returns as soon as training may go on with it, also by a donating step.
+        """Saves a state. Returns as soon as training may go on with the state, also by a donating step.
 
         Waits for the save before, if it still goes on. A step of the same number is replaced.
 
         Args:
           step: the number of the step, at least 0.
           state: the training state, also with microbatches in flight; not donated.
-          run: what JSON can hold, such as the position in the data; `restore` returns it.
+          run: a value for JSON, such as the position in the data; `restore` returns it.
 
         Raises:
           ValueError: if `step`, `state` or `run` cannot be saved.
@@ -209,7 +209,7 @@ class Checkpoints:
     # -- Reading
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, in order: whole ones, whose files have their sizes."""
+        """The steps that can be restored, in order: their files have the right sizes."""
         return [step for step in steps_in(self.directory) if self._seems_whole(step)]
 
     @public("restore a checkpoint", lambda *_, **__: True)
@@ -255,7 +255,7 @@ class Checkpoints:
         it, so that `init(key, batch, params=checkpoints.params())` keeps what each process needs.
 
         Args:
-          step: as in `restore`.
+          step: see `restore`.
 
         Raises:
           FileNotFoundError: if there is no step, or not this one.
@@ -282,7 +282,7 @@ class Checkpoints:
         return manifest
 
     def _seems_whole(self, step: int) -> bool:
-        """Whether the manifest and the sizes of the files are right."""
+        """Returns whether the manifest and the sizes of the files are right."""
         if step in self._damaged:
             return False
         try:
@@ -292,7 +292,7 @@ class Checkpoints:
         return True
 
     def _whole(self, step: int | None) -> tuple[int, Manifest]:
-        """A step whose files are all what was written, and its manifest; the same on every process."""
+        """A step whose files are all as written, and its manifest; the same on every process."""
         named = from_first(steps_in(self.directory))
         if step is not None and step not in named:
             raise FileNotFoundError(f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}.")
@@ -391,10 +391,10 @@ class _Writing:
     """A save that goes on in threads.
 
     Args:
-      directory: of the checkpoints.
-      manifest: without the files.
+      directory: the directory of the checkpoints.
+      manifest: the manifest without the files.
       arrays: name -> array.
-      keep: as in `Checkpoints`.
+      keep: see `Checkpoints`.
       damaged: folders of damaged steps, which are deleted once this one is whole.
     """
 
@@ -486,7 +486,7 @@ def _sync(*paths: pathlib.Path) -> None:
 
 
 def _unname(steps: Sequence[pathlib.Path]) -> list[pathlib.Path]:
-    """Takes away the names of steps that are to be deleted, so that none is listed without its files."""
+    """Removes the names of steps that are about to be deleted, so that no step is listed without its files."""
     unnamed = []
     for folder in steps:
         shutil.rmtree(folder.with_suffix(_DELETING), ignore_errors=True)
@@ -495,7 +495,7 @@ def _unname(steps: Sequence[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _remove_leftovers(directory: pathlib.Path) -> None:
-    """Removes what saves and deletions left that were cut off."""
+    """Removes the files of saves and deletions that were cut off."""
     for path in directory.iterdir():
         if path.suffix in (_SAVING, _DELETING) and path.stem.isdecimal():
             shutil.rmtree(path, ignore_errors=True)

@@ -48,7 +48,7 @@ def save(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> ocp.AsyncChec
 
 
 def files_by_process(names: Iterable[str]) -> dict[int, list[str]]:
-    """The files of a step by the process that has written them. Process 0 has also written what all share."""
+    """The files of a step by the process that has written them. Process 0 has also written the files that all share."""
     by_process: dict[int, list[str]] = {0: []}
     for name in names:
         match = re.match(rf"{FOLDER}/ocdbt\.process_(\d+)/", name)
@@ -60,7 +60,7 @@ def restore(folder: pathlib.Path, shapes: Mapping[str, Any]) -> dict[str, jax.Ar
     """Whole arrays, each with the sharding that it is to have.
 
     Args:
-      folder: of the step.
+      folder: the folder of the step.
       shapes: name -> abstract array with a sharding; all arrays of the checkpoint.
     """
     with ocp.StandardCheckpointer() as checkpointer:

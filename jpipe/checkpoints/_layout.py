@@ -1,4 +1,4 @@
-"""How a training state lies in the arrays of a checkpoint, as text.
+"""The text that describes the layout of a training state in the arrays of a checkpoint.
 
 A checkpoint has the packed arrays as the devices hold them, so a save moves nothing between devices. The
 *layout* says where each leaf of each layer is, and this is all that a reader with other stages, another
@@ -47,8 +47,8 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
     """The layout of a state, of values that JSON has.
 
     Args:
-      program: of the state.
-      rounds: of the state.
+      program: the program of the state.
+      rounds: the number of rounds of the state.
       in_flight: whether microbatches are in flight.
     """
     settings = program.settings
@@ -103,7 +103,7 @@ _IN_WORDS = (
 
 
 def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """How a pipeline's layout differs from a saved one, in words; empty if it does not.
+    """Describes the differences between a pipeline's layout and a saved one; empty if there are none.
 
     With nothing in flight the schedule does not count. The optimizer is compared by `portable.check_same_optimizer`.
     """
@@ -116,13 +116,13 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
 
 def first_hyperparams(layout: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """What the injected hyperparameters of a saved training began with, as of `Program.first_hyperparams`."""
+    """The first values of the injected hyperparameters of a saved training, see `Program.first_hyperparams`."""
     saved = layout.get("hyperparams", {})  # old checkpoints do not say it
     return {path: np.asarray(value) for path, value in saved.items()}
 
 
 def has_compression(layout: Mapping[str, Any]) -> bool:
-    """Whether a layout has arrays that compressors keep."""
+    """Returns whether a layout has arrays that compressors keep."""
     return any("_compression'" in name for name in layout["arrays"])
 
 

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: a file that says what the other files hold, and their checksums.
+"""The manifest of a checkpoint: a file with the content of the other files, and their checksums.
 
 A step is a folder. `manifest.json` is written last, and then the folder gets its name, so a step that has
 its name is whole. Orbax does not notice most flipped bits in the numbers of an array. The manifest
@@ -25,20 +25,20 @@ _BLOCK = 1 << 22
 
 
 class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing or is not what was written."""
+    """A file of a checkpoint is missing or differs from the file that was written."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
       step: the number of the step.
-      layout: how the state lies in the arrays, see `jpipe.checkpoints._layout`.
+      layout: the layout of the state in the arrays, see `jpipe.checkpoints._layout`.
       counters: "round" and "started" of the state, "key", the data of the random key of training, and
         "key_impl", its implementation.
-      run: what the caller kept beside the state.
-      versions: of jpipe, JAX and Orbax.
+      run: the value that the caller kept beside the state.
+      versions: the versions of jpipe, JAX and Orbax.
       files: path inside the folder -> size in bytes and CRC-32.
     """
 
@@ -95,10 +95,10 @@ class Manifest:
                 raise DamagedCheckpointError(f"`{path}` has {got:,} bytes, and {size:,} were written")
 
     def check_content(self, folder: pathlib.Path, share: tuple[int, int]) -> None:
-        """Raises `DamagedCheckpointError` if a file is not what was written.
+        """Raises `DamagedCheckpointError` if a file differs from the file that was written.
 
         Args:
-          folder: of the step.
+          folder: the folder of the step.
           share: (i, n): reads only every n-th file from the i-th on. The sizes of all are checked.
         """
         self.check_sizes(folder)

@@ -18,7 +18,7 @@ from typing import Any
 
 _lock = threading.Lock()
 _LATE_SECONDS = 10.0
-"""In which threads of a save that has failed may still end."""
+"""Time in which threads of a failed save may still end."""
 
 _num_saves = 0
 _ended = -_LATE_SECONDS  # the last save, by `time.monotonic`
@@ -44,14 +44,14 @@ def without_tracebacks_of_threads() -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """Why a save failed, in one line: what the operating system said, if TensorStore passes it on."""
+    """The reason why a save failed, in one line: the words of the operating system, if TensorStore passes them on."""
     text = " ".join(str(error).split()) or type(error).__name__
     number = re.search(r"os_error_code='(\d+)'", text)
     return os.strerror(int(number[1])) if number else text
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record is not the report of an exception of Orbax about a save."""
+    """Returns whether a record is not the report of an exception of Orbax about a save."""
     if not _num_saves and time.monotonic() > _ended + _LATE_SECONDS:
         return True
     trace = record.exc_info[2] if record.exc_info else None

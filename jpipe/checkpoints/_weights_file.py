@@ -24,7 +24,7 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
     "3.attention.kernel". "crc32" has a checksum of each leaf, "num_layers" the number of layers.
 
     Args:
-      path: of the file. An older file is replaced once the new one is whole.
+      path: the path of the file. An older file is replaced once the new one is whole.
       params: one nested dict per layer, as `Pipeline.get_params` returns them, or an NNX module or state.
 
     Raises:
@@ -78,7 +78,7 @@ def load_params(path: str | os.PathLike) -> list:
     into a module.
 
     Args:
-      path: of the file.
+      path: the path of the file.
 
     Raises:
       ValueError: if the file is damaged or no file of weights.

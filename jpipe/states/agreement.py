@@ -1,4 +1,4 @@
-"""What the processes of one training must have in common, compared once when a state is made.
+"""The facts that all processes of one training must share, compared once when a state is made.
 
 Each process compiles its own program. Processes with different programs, keys or batches would wait for each
 other for ever, or train on garbage without a word.
@@ -30,16 +30,16 @@ _OPTIONS = (
 
 
 def check_arguments(settings: Settings, balance: str, key: jax.Array, batch: Any) -> None:
-    """Refuses processes that differ in what is known before the layers are traced.
+    """Refuses processes that differ in facts that are known before the layers are traced.
 
     Args:
-      settings: of the pipeline.
-      balance: what boundaries that are not given balance.
+      settings: the settings of the pipeline.
+      balance: the costs that boundaries which are not given balance.
       key: the random key of `init`.
       batch: the batch of `init`, as this process gives it.
 
     Raises:
-      ValueError: on every process, naming what differs; also if the batch is no dict of arrays.
+      ValueError: on every process, naming the fact that differs; also if the batch is no dict of arrays.
     """
     if settings.rows is None:
         return
@@ -71,11 +71,11 @@ def check_program(program: Program, **values: Any) -> None:
     """Refuses processes that differ in the traced model, its cut, or the values that it starts from.
 
     Args:
-      program: of this process.
+      program: the program of this process.
       **values: pytrees of arrays that are given to every process, or None.
 
     Raises:
-      ValueError: on every process, naming what differs.
+      ValueError: on every process, naming the fact that differs.
     """
     if program.settings.rows is None:
         return

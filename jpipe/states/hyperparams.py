@@ -44,12 +44,11 @@ def with_values(state: PipelineState, new: Mapping[str, Any]) -> PipelineState:
 
 
 def begun_anew(state: PipelineState, before: Mapping[str, np.ndarray] | None) -> PipelineState:
-    """A state that a pipeline has taken over, with the values that this pipeline begins with where they are not those
-    of before.
+    """A state from another pipeline, with the first values of this pipeline where they differ from those of the other.
 
     Args:
-      state: of the pipeline.
-      before: path -> what the pipeline began with that the state comes from; None: it is not known.
+      state: the state of the pipeline.
+      before: path -> the first value in the pipeline that the state comes from; None: it is not known.
     """
     mine = state.program.first_hyperparams
     changed = {

@@ -1,4 +1,4 @@
-"""Where the packed arrays of a state hold the leaves of the model.
+"""The places of the leaves of the model in the packed arrays of a state.
 
 `owners` walks the leaves of a state, one stage after the other, and says for each in which blocks of which array it
 lies: one copy of it, which readers take, and all of its copies, versions and shares, which writers fill. A leaf of the
@@ -43,7 +43,7 @@ class Block:
       stop: one past the last index on that axis.
       view: shape of the leaf from which the numbers are taken.
       index: their index in it; the block has `leaf.reshape(view)[index]`. A slice is `(start, stop)`.
-      shape: of what is stored, if it goes on beyond the end of the leaf; `()`: it does not.
+      shape: the shape of the stored block, if it goes on beyond the end of the leaf; `()`: it does not.
     """
 
     lead: tuple[int, ...]
@@ -75,13 +75,13 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where a leaf is in the packed arrays of a state.
+    """The place of a leaf in the packed arrays of a state.
 
     Attributes:
       group: the field of `PipelineState`.
       array: name of the array in the group.
       shape: shape of the leaf.
-      blocks: of the array; several if replicas share the leaf.
+      blocks: the blocks of the array; several if replicas share the leaf.
     """
 
     group: str
@@ -90,7 +90,7 @@ class Location:
     blocks: tuple[Block, ...]
 
     def leaf(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The leaf, from what its blocks hold."""
+        """Assembles the leaf from the numbers of its blocks."""
         if len(values) == 1 and not self.blocks[0].index:
             return values[0].reshape(self.shape)
         leaf = np.empty(self.shape, values[0].dtype)
@@ -135,7 +135,7 @@ class Leaves(NamedTuple):
         return self.layers["params"]
 
     def locations_in(self, layers: Container[int]) -> set:
-        """Those of some layers, and all single numbers, which stages may share."""
+        """The locations in some layers, and all single numbers, which stages may share."""
         trees = (*self.layers.values(), self.optimizer_state)
         return {
             location
@@ -151,7 +151,7 @@ class Leaves(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """A stage, or a unit of vocabulary layers: what one update changes.
+    """A stage, or a unit of vocabulary layers: the parts that one update changes.
 
     Attributes:
       layers: the layers.
@@ -176,8 +176,8 @@ def owners(program: Program, rounds: int = 0) -> Iterator[Owner]:
     """The stages, then the units of vocabulary layers.
 
     Args:
-      program: of the states.
-      rounds: of the state; they decide which version of the weights is the newest.
+      program: the program of the states.
+      rounds: the number of rounds of the state; it decides which version of the weights is the newest.
     """
     newest = program.engine.lowered.rows.newest_rows(rounds)
     for s in range(program.stages.num_stages):
@@ -307,11 +307,11 @@ def _lead(rows: ArrayRows, array: str, device: int, row: int, replica: int = 0) 
     """The index on the first axis of an array, which goes over replicas and devices.
 
     Args:
-      rows: of the arrays of its group.
+      rows: the rows of the arrays of its group.
       array: the array.
-      device: of the stage.
-      row: of the device's rows.
-      replica: along the axis "data", if replicas hold different numbers.
+      device: the device of the stage.
+      row: the row among the device's rows.
+      replica: the index along the axis "data", if replicas hold different numbers.
     """
     position = replica * rows.num_devices + device
     return (position * rows.number(array) + rows.row(array, device, row),)
@@ -324,11 +324,11 @@ def _block(lead: tuple, place: Place, view: tuple[int, ...], index: tuple, row: 
 
 
 def locations(program: Program, rounds: int) -> Leaves:
-    """Where the states of a program hold the leaves of the model.
+    """The places of the leaves of the model in the states of a program.
 
     Args:
-      program: of the states.
-      rounds: of the state; they decide which version of the weights is the newest.
+      program: the program of the states.
+      rounds: the number of rounds of the state; it decides which version of the weights is the newest.
     """
     stages, scale = program.stages, program.engine.numbers.loss_scale
     number_of = {
@@ -423,7 +423,7 @@ def _slice_rows(array: jax.Array, start: int, size: int) -> jax.Array:
 
 
 def _path(layer: int, path: tuple) -> str:
-    """The path of a parameter in what the optimizer sees."""
+    """The path of a parameter in the tree that the optimizer sees."""
     return jax.tree_util.keystr((jax.tree_util.SequenceKey(layer), *path))
 
 

@@ -49,7 +49,7 @@ def new_state(
     """A state with nothing in flight.
 
     Args:
-      program: whose state it is.
+      program: the program that the state belongs to.
       values_of: called with the layers of a stage, under the default device that runs the stage.
       key_data: data of the random key of training.
       started: microbatches of training so far.
@@ -106,7 +106,7 @@ def with_arrays(
     """A state of given arrays, with the shardings that its program says.
 
     Args:
-      program: whose state it is.
+      program: the program that the state belongs to.
       arrays: the path of an array in the state, as `jax.tree_util.keystr` of a dict of the state's
         fields -> array. Others are zero.
       key_data: data of the random key of training.

@@ -44,7 +44,7 @@ class Portable(NamedTuple):
       num_microbatches: microbatches of training so far, of each replica.
       key_data: uint32, the data of the random key of training.
       key_impl: its implementation.
-      optimizer: what the optimizer's state means, see `jpipe.optim.identity`; None: an old checkpoint does not say.
+      optimizer: the meaning of the optimizer's state, see `jpipe.optim.identity`; None: an old checkpoint does not say.
     """
 
     leaves: Leaves
@@ -110,7 +110,7 @@ def num_started(state: PipelineState) -> int:
 
 
 def is_in_flight(state: PipelineState) -> bool:
-    """Whether the state has microbatches in flight."""
+    """Returns whether the state has microbatches in flight."""
     return not state.program.settings.schedule.synchronous and num_rounds(state) > 0
 
 
@@ -127,7 +127,7 @@ def from_portable(program: Program, source: Portable, *, matching: bool = False)
     """A state of `program` that continues the training of `source`.
 
     Args:
-      program: of the state.
+      program: the program of the state.
       source: the training.
       matching: whether leaves of the optimizer's state that `source` does not have, or has in another shape or dtype,
         begin anew, and those that only `source` has are dropped. If not, both are errors.
@@ -241,7 +241,7 @@ def check_same_optimizer(program: Program, other: Mapping[str, Any] | None) -> N
     """Raises ValueError if a state of the same names and shapes belongs to another optimizer than the program's.
 
     Args:
-      program: that is to take over the state.
+      program: the program that is to take over the state.
       other: the identity of the optimizer of the state; None: it is not known.
     """
     problem = other and difference(program.optimizer_identity, other)
@@ -254,7 +254,7 @@ def check_same_optimizer(program: Program, other: Mapping[str, Any] | None) -> N
 
 
 def _has(source: Leaves, path: str, like: jax.ShapeDtypeStruct) -> bool:
-    """Whether a training has a leaf of the optimizer's state like another one."""
+    """Returns whether a training has a leaf of the optimizer's state like another one."""
     candidates = [leaves[path] for leaves in source.optimizer_state if path in leaves]
     return any((a.shape, a.dtype) == (like.shape, like.dtype) for a in candidates)
 
@@ -363,7 +363,7 @@ _ALIKE = tuple(a.name for a in STATE_ARRAYS if a.adopted is Adopted.ALIKE)
 
 
 def with_compression_of(state: PipelineState, source: PipelineState) -> PipelineState:
-    """A state that has adopted another one, with what the other's compressors keep.
+    """The adopted state, with the arrays of the other state's compressors.
 
     If the compressors, the stages or the replicas differ, what compressors keep starts anew, and a warning says so.
     """
@@ -380,7 +380,7 @@ def with_compression_of(state: PipelineState, source: PipelineState) -> Pipeline
 
 
 def _meaning(program: Program) -> tuple:
-    """What decides the layout and the meaning of the arrays that compressors keep."""
+    """The facts that decide the layout and the meaning of the arrays that compressors keep."""
     settings, engine = program.settings, program.engine
     groups = [(group.name, [starts.tolist() for starts in group.starts]) for group in engine.gradient_groups]
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), engine.layout.local_shapes(_ALIKE))
@@ -395,7 +395,7 @@ def _meaning(program: Program) -> tuple:
 
 
 def warn_of_new_compression() -> None:
-    """Says that a state continues without what compressors had kept."""
+    """Warns that a state continues without the arrays of its compressors."""
     warn(
         "compression starts anew: the state comes of other compressors, stages or replicas. Thresholds and factors are "
         "computed again, and what replicas had not sent of their gradients is lost."
