@@ -1,4 +1,4 @@
-"""Compression of what devices send: activations between stages, gradients between replicas.
+"""Compression of messages: activations between stages, gradients between replicas.
 
 A compressor is a frozen dataclass. `Pipeline(compress_messages=..., compress_gradients=...)` takes it, and
 `compress_gradients` makes an Optax transform of it. `Pipeline(accumulate_gradients=...)` takes a `StreamingPCA`.

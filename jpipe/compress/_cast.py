@@ -22,7 +22,7 @@ class Cast(Compressor):
     what they are; types without infinities, such as `float8_e4m3fn`, send NaN for them.
 
     Attributes:
-      dtype: of the values that are sent: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2".
+      dtype: the dtype in which values are sent: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2".
 
     Raises:
       ValueError: if `dtype` is no floating-point type, or has no sign or no NaN.
@@ -50,7 +50,7 @@ class Cast(Compressor):
         object.__setattr__(self, "dtype", dtype.name)
 
     def check(self, like: Any, what: str = "the array") -> None:
-        """As in `Compressor`; refuses arrays that the cast would make larger as well."""
+        """See `Compressor`. Refuses arrays that the cast would make larger as well."""
         super().check(like, what)
         if jnp.dtype(self.dtype).itemsize > jnp.dtype(like.dtype).itemsize:
             raise ValueError(

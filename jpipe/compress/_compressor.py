@@ -17,7 +17,7 @@ Wire = dict[str, jax.Array]
 
 
 class Replicas(Protocol):
-    """Devices that each have an array of one shape, as code that runs on all of them sees them."""
+    """Devices that each have an array of one shape, seen by code that runs on all of them."""
 
     @property
     def number(self) -> int:
@@ -42,11 +42,11 @@ class AlongAxis(NamedTuple):
     number: int
 
     def gather(self, value: jax.Array) -> jax.Array:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         return lax.all_gather(value, self.axis)
 
     def mean(self, value: jax.Array) -> jax.Array:
-        """As of `Replicas`."""
+        """See `Replicas`."""
         return lax.pmean(value, self.axis)
 
 
@@ -65,7 +65,7 @@ class Compressor(abc.ABC):
 
         Args:
           like: the array or its shape and dtype.
-          what: how the message names the array.
+          what: the name of the array in the message.
 
         Raises:
           ValueError: if the array is not of floating point or is empty.
@@ -92,7 +92,7 @@ class Compressor(abc.ABC):
 
         Args:
           x: the array.
-          state: of `init`, or of the `encode` before.
+          state: the result of `init`, or of the `encode` before.
         """
 
     @abc.abstractmethod
@@ -105,8 +105,8 @@ class Compressor(abc.ABC):
         Every replica gets the wires of all, and decodes them in one order. So all have the same mean, bit for bit.
 
         Args:
-          x: of this replica.
-          state: of `init`, or of the call before.
+          x: the array of this replica.
+          state: the result of `init`, or of the call before.
           replicas: all replicas.
 
         Returns:
@@ -117,7 +117,7 @@ class Compressor(abc.ABC):
         return self._mean_of(wire, x, replicas), self.decode(wire, x), state
 
     def _mean_of(self, wire: Wire, like: jax.Array, replicas: Replicas) -> jax.Array:
-        """The mean of what the wires of all replicas decode to."""
+        """The mean of the arrays that the wires of all replicas decode to."""
         wires = {name: replicas.gather(a) for name, a in wire.items()}
         dtype = jnp.promote_types(like.dtype, jnp.float32)
 
@@ -133,8 +133,8 @@ class Compressor(abc.ABC):
         """Bytes that a replica receives of the others in `mean_over`.
 
         Args:
-          like: of the array.
-          number: of replicas.
+          like: the array, or an abstract one.
+          number: the number of replicas.
         """
         return (number - 1) * self.wire_bytes(like)
 
@@ -176,7 +176,7 @@ class SparseCompressor(Compressor):
 
         Args:
           x: an array of the shape that was encoded; its dtype may be another one.
-          support: of a wire of the same compressor.
+          support: the support that belongs to a wire of the same compressor.
         """
 
 
@@ -189,8 +189,8 @@ def check_number(compressor: Any, name: str, whole: bool = True) -> None:
     """Refuses an attribute of a compressor that is no number.
 
     Args:
-      compressor: whose attribute it is.
-      name: of the attribute.
+      compressor: the compressor that has the attribute.
+      name: the name of the attribute.
       whole: whether it must be a whole number.
 
     Raises:

@@ -26,7 +26,7 @@ class LowRankCompressor(Compressor):
 
     Attributes:
       rank: columns of the factors.
-      seed: of the first factors.
+      seed: the seed of the first factors.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class LowRankCompressor(Compressor):
             )
 
     def check(self, like: Any, what: str = "the array") -> None:
-        """As in `Compressor`; refuses a rank above the smaller dim as well."""
+        """See `Compressor`. Refuses a rank above the smaller dim as well."""
         super().check(like, what)
         if len(like.shape) < 2:
             return
@@ -56,7 +56,7 @@ class LowRankCompressor(Compressor):
             )
 
     def is_smaller(self, rows: int, columns: int) -> bool:
-        """Whether the factors of a matrix have fewer numbers than the matrix."""
+        """Returns whether the factors of a matrix have fewer numbers than the matrix."""
         return self.rank * (rows + columns) < rows * columns
 
     def init(self, like: Any) -> Any:
@@ -79,7 +79,7 @@ class LowRankCompressor(Compressor):
         return self._product(wire).reshape(like.shape).astype(like.dtype)
 
     def mean_over(self, x: jax.Array, state: Any, replicas: Replicas) -> tuple[jax.Array, jax.Array, Any]:
-        """As in `Compressor`, by means of products."""
+        """See `Compressor`. Computes the mean by means of products."""
         if self._is_whole(x):
             return replicas.mean(x), x, state
         factors, state = self._step(_as_matrix(x), state, replicas.mean)
@@ -87,13 +87,13 @@ class LowRankCompressor(Compressor):
         return mean, mean, state
 
     def exchanged_bytes(self, like: Any, number: int) -> int:
-        """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
+        """See `Compressor`. A mean sends and receives 2 (number - 1) / number of its bytes."""
         if not self._is_whole(like):  # the products of `_step` are as exact as its matrix
             like = jax.ShapeDtypeStruct(like.shape, _matrix_dtype(like))
         return round(2 * (number - 1) / number * self.wire_bytes(like))
 
     def _is_whole(self, like: Any) -> bool:
-        """Whether an array is sent as it is: it has less than 2 dims, or its factors are no smaller."""
+        """Returns whether an array is sent as it is: it has less than 2 dims, or its factors are no smaller."""
         return len(like.shape) < 2 or not self.is_smaller(*matrix_shape(like))
 
     @abc.abstractmethod

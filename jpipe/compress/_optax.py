@@ -15,8 +15,8 @@ class CompressionState(NamedTuple):
     """The state of `compress_gradients`.
 
     Attributes:
-      error: what was not sent of the gradients so far, like the weights; None without error feedback.
-      states: of the compressor, one for each weight.
+      error: the part of the gradients so far that was not sent, like the weights; None without error feedback.
+      states: the compressor's states, one for each weight.
     """
 
     error: Any
@@ -25,14 +25,14 @@ class CompressionState(NamedTuple):
 
 @suggests
 def compress_gradients(compressor: Compressor, error_feedback: bool = True) -> optax.GradientTransformation:
-    """Replaces each gradient by what its compressed form decodes to.
+    """Replaces each gradient by the array that its compressed form decodes to.
 
     It shows what a compressor costs in quality, on one device. It sends nothing. To send less, give the compressor
     to `Pipeline(compress_gradients=...)`.
 
     Args:
-      compressor: of every gradient by itself.
-      error_feedback: whether what is lost is added to the next gradient (Seide et al., 2014;
+      compressor: the compressor; it compresses every gradient by itself.
+      error_feedback: whether the lost part is added to the next gradient (Seide et al., 2014;
         Karimireddy et al., arXiv:1901.09847, Algorithm 1).
 
     Raises:

@@ -37,7 +37,7 @@ class PackedCompressor(SparseCompressor):
             )
 
     def check(self, like: Any, what: str = "the array") -> None:
-        """As in `Compressor`; refuses arrays that indices of 32 bits cannot count as well."""
+        """See `Compressor`. Refuses arrays that indices of 32 bits cannot count as well."""
         super().check(like, what)
         if size_of(like) >= 2**31:
             raise ValueError(

@@ -37,7 +37,7 @@ class PowerSGD(LowRankCompressor):
 
     Attributes:
       rank: columns of P and Q.
-      seed: of the first Q.
+      seed: the seed of the first Q.
 
     Raises:
       ValueError: if `rank` is below 1.

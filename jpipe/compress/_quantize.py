@@ -35,7 +35,7 @@ class Quantize(Compressor):
       bits: 8 (int8 codes) or 4 (two codes in a uint8).
       block: entries with one scale.
       stochastic: whether codes are rounded up with the probability of the fraction.
-      seed: of stochastic rounding.
+      seed: the seed of stochastic rounding.
 
     Raises:
       ValueError: if `bits` is neither 8 nor 4, or `block` is below 1.

@@ -16,14 +16,14 @@ WORD = 32
 
 
 def room_of(like: Any, room: int) -> int | None:
-    """Entries that a wire carries; None: a dense array takes no more bytes than a packed one."""
+    """The number of entries on a wire; None: a dense array takes no more bytes than a packed one."""
     n, itemsize = size_of(like), jnp.dtype(like.dtype).itemsize
     packed = room * itemsize + min(room * 4, num_words(n) * 4)
     return room if packed < n * itemsize else None
 
 
 def has_bitmap(n: int, room: int) -> bool:
-    """Whether a bitmap of n bits takes fewer bytes than `room` indices of 32 bits."""
+    """Returns whether a bitmap of n bits takes fewer bytes than `room` indices of 32 bits."""
     return num_words(n) < room
 
 
@@ -100,7 +100,7 @@ def _counts(words: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _bit_of(words: jax.Array, number: jax.Array) -> jax.Array:
-    """int32, the place of the set bit of a number, counted from 0, in each word; anything if there are fewer."""
+    """int32, the place of a set bit in each word, by the bit's number from 0; anything if there are fewer."""
     place = jnp.zeros_like(number)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32((1 << width) - 1)
@@ -117,7 +117,7 @@ def _take(x: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _to_words(mask: jax.Array) -> jax.Array:
-    """uint32 `[words]` of bool `[n]`; the first entry is the lowest bit of the first word."""
+    """Packs bool `[n]` into uint32 `[words]`; the first entry is the lowest bit of the first word."""
     words = num_words(mask.size)
     bits = jnp.pad(mask, (0, words * WORD - mask.size)).reshape(words, WORD)
     shifts = jnp.arange(WORD, dtype=jnp.uint32)[None]

@@ -51,7 +51,7 @@ class StreamingPCA(LowRankCompressor):
 
     Attributes:
       rank: k.
-      seed: of the first X and D.
+      seed: the seed of the first X and D.
 
     Raises:
       ValueError: if `rank` is below 1.
@@ -74,11 +74,11 @@ class StreamingPCA(LowRankCompressor):
         """The factors after part i of a batch.
 
         Args:
-          factors: before it. Those of the batch before, if i is 0.
+          factors: the factors before it. Those of the batch before, if i is 0.
           x: `[s, a]`, inputs of the layer.
           d: `[s, b]`, gradients by its outputs.
           i: the number of the part in its batch.
-          mean: of products with what other devices have of the part, of as many rows each.
+          mean: computes the mean of products over devices, each of which has as many rows of the part.
 
         Returns:
           Factors of about the mean of the gradients of rows.
@@ -130,7 +130,7 @@ def _updated(
     """The factors after part i.
 
     Args:
-      factors: before it.
+      factors: the factors before it.
       times_d: D -> the gradient of the part times D.
       times_x: X -> its transpose times X.
       diagonal: X, D -> the diagonal of X^T times the gradient times D.

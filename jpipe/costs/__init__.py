@@ -1,4 +1,4 @@
-"""What a cut model costs: parameters and operations per stage, bytes per device."""
+"""The costs of a cut model: parameters and operations per stage, bytes per device."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class StageRecord(NamedTuple):
       stage: its number.
       device: the device that runs it, as a position along the axis "stage".
       layers: first layer, and one past the last.
-      names: of the layers.
+      names: the names of the layers.
       num_parameters: the number of weights, with an equal share of the layers that all stages run together.
       parameter_bytes: their bytes.
       flops: floating-point operations of forward and backward of one microbatch, as XLA counts
@@ -62,10 +62,10 @@ class Memory(NamedTuple):
       gradients: the accumulators.
       activations: stashes and messages in flight.
       batch: the minibatch, or the replica's share of it.
-      temporaries: what the compiled step needs beside its arguments.
+      temporaries: bytes that the compiled step needs beside its arguments.
       padding: bytes of weights, optimizer (in host memory too) and gradients that the mean device does not use.
-      compression: what compressed gradients keep: errors and the compressor's state.
-      host: in the memory of the host, see `jpipe.Offload`. All other fields are of the device's own memory.
+      compression: bytes that compressed gradients keep: errors and the compressor's state.
+      host: bytes in the memory of the host, see `jpipe.Offload`. All other fields are of the device's own memory.
     """
 
     weights: int
@@ -80,12 +80,12 @@ class Memory(NamedTuple):
 
 
 class ShardRecord(NamedTuple):
-    """One row of `Pipeline.shards`: what each device holds for one use.
+    """One row of `Pipeline.shards`: the arrays that each device holds for one use.
 
     Attributes:
       use: "weights", "gradients", "optimizer", "activations" (kept from a forward to its backward),
         "messages" (between stages) or "minibatch".
-      num_bytes: of each device.
+      num_bytes: bytes on each device.
       split: axis of the mesh -> the share of the numbers that is split over it, above 0 and up to 1. The
         devices along any other axis hold equal or, for gradients, unlike numbers of the same size.
     """
@@ -104,7 +104,7 @@ def partition(program: Program) -> list[StageRecord]:
         return [a for i in layers for a in jax.tree.leaves(stages.layers[i].parameters)]
 
     def share(layers_sum: float) -> float:
-        """A stage's share of what all devices keep or compute together."""
+        """Returns a stage's share of costs that all devices share."""
         return layers_sum / stages.num_stages
 
     tied = {copy for copies in stages.ties for copy in copies[1:]}
@@ -131,7 +131,7 @@ def partition(program: Program) -> list[StageRecord]:
 
 
 def shards(program: Program) -> list[ShardRecord]:
-    """What each device holds before a step, and over which axes it is split."""
+    """The arrays that each device holds before a step, and the axes over which they are split."""
     settings, mesh = program.settings, program.settings.mesh
     uses: dict[str, list] = {use: [] for use in SHARDED_USES}
     for array, group in program.engine.layout.arrays():
@@ -227,12 +227,12 @@ def _bytes_of_parts(
     packing: Packing,
     leaves: Iterable[tuple[Place, PartedLeaf | None]],
 ) -> int:
-    """Bytes of leaves on all devices of the pipeline together, without what pads parts at their end.
+    """Bytes of leaves on all devices of the pipeline together, without the padding at the end of parts.
 
     Args:
-      layout: of the state.
-      packing: of the leaves.
-      leaves: for each its place, and how it is split; None: every device has all of it.
+      layout: the layout of the state.
+      packing: the packing of the leaves.
+      leaves: the place of each leaf, and its split; None: every device has all of it.
     """
     return sum(
         layout.num_devices * layout.leaf_bytes([place], packing.arrays)
@@ -255,7 +255,7 @@ def boundaries_by_flops(settings: Settings, traced: Traced, microbatch: Any) -> 
 
 
 def inner_layers(settings: Settings, traced: Traced, microbatch: Any) -> range:
-    """The layers that are cut into stages: all but those that all stages run together.
+    """The layers that are cut into stages: all layers except those that all stages run together.
 
     Raises:
       ValueError: if there are fewer than stages.

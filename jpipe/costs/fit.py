@@ -1,4 +1,4 @@
-"""What goes to host memory, so that a pipeline fits into its devices.
+"""The choice of the arrays that go to host memory, so that a pipeline fits into its devices.
 
 The table says when every array is read, so the choice is made before the first step, with nothing measured
 but the compiler's temporaries:
@@ -41,7 +41,7 @@ class _Stashes(NamedTuple):
 
     Attributes:
       slots: the most microbatches; None: all.
-      num_bytes: of everything in flight on a device.
+      num_bytes: bytes of everything in flight on a device.
       moved: bytes that a device sends to the host and fetches in a step.
     """
 
@@ -51,8 +51,7 @@ class _Stashes(NamedTuple):
 
 
 def fit(make: Callable[[Offload], Program], limit: float) -> Program:
-    """A program that needs at most `limit` bytes of a device: of those that are tried, the one that moves the fewest
-    bytes.
+    """Returns the program that moves the fewest bytes, of those tried that need at most `limit` bytes of a device.
 
     Compiles the step once if all fits on the device, else three to ten times.
 
@@ -74,7 +73,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     movable = [name for name, why in stay.items() if not why]
 
     def offload(state: float, slots: int | None, chunk: int, others: float) -> Offload:
-        """`others` is the part of weights and of gradients, as far as they can move."""
+        """Makes the `Offload`. `others` is the part of weights and of gradients, as far as they can move."""
         weights, gradients = (others * (name in movable) for name in ("weights", "gradients"))
         return Offload(state, slots, chunk, weights=weights, gradients=gradients)
 

@@ -19,8 +19,7 @@ Sides = Literal["both", "smaller"]
 
 
 class Basis(NamedTuple):
-    """Moments and eigenvectors of a weight, seen as a matrix `[m, n]`; at least float32, None for a side that is not
-    rotated.
+    """Moments and eigenvectors of a weight, seen as a matrix `[m, n]`; at least float32. None: the side is not rotated.
 
     Attributes:
       left, right: `[m, m]` and `[n, n]`, orthogonal; the columns are the basis.
@@ -172,7 +171,7 @@ def _rotated_sides(weight: Any, sides: Sides, max_size: int | None) -> tuple[int
 
 
 def _as_matrix(weight: jax.Array) -> jax.Array:
-    """At least float32; `[m, n]` if it has two axes or more."""
+    """Reshapes to `[m, n]` if it has two axes or more. Casts to at least float32."""
     weight = weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
     if weight.ndim > 2:
         return weight.reshape(-1, weight.shape[-1])

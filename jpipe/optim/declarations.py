@@ -1,4 +1,4 @@
-"""Declares what a transform needs of a pipeline: extra arguments of its update, and a hook.
+"""Declares the needs of a transform in a pipeline: extra arguments of its update, and a hook.
 
 A transform declares it on the type of its state, so that the declaration is found in the
 state of every optimizer that contains the transform: in `optax.chain`, behind a mask, in

@@ -16,7 +16,7 @@ NumericTree: TypeAlias = chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "
 
 
 def is_wrong(value: Any, is_right: Callable) -> bool:
-    """Whether `is_right(value)` is false. A traced value has no number, so it passes."""
+    """Returns whether `is_right(value)` is false. A traced value has no number, so it passes."""
     return not isinstance(value, jax.core.Tracer) and not is_right(np.asarray(value))
 
 
@@ -35,7 +35,7 @@ def delay_of(delay: Any, extra_args: dict, transform: str) -> Any:
 
     Args:
       delay: the delay that `transform` was made with, or None.
-      extra_args: of the update.
+      extra_args: the extra arguments of the update.
       transform: the name of the transform.
 
     Raises:

@@ -34,7 +34,7 @@ class ErrorFeedbackState(NamedTuple):
 def error_feedback(
     strength: chex.Numeric = 1.0, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Adds what the last update should have been and was not.
+    """Adds the error of the last update, whose gradient was late.
 
         e_t = u_t - u_{t-1},    update = u_t + c e_t,    c = strength * min(tau, 1)
 
@@ -59,7 +59,7 @@ def error_feedback(
         optax.chain(optax.contrib.muon(0.02), jpipe.optim.error_feedback())
 
     Args:
-      strength: at least 0. 0 changes nothing; 1 feeds the whole error back.
+      strength: the factor of the error, at least 0. 0 changes nothing; 1 feeds the whole error back.
       delay: tau in updates, at least 0: a number, or a tree with a number for every weight
         or for a whole branch. None: the extra argument `delay` of `update`, which a
         pipeline passes to each stage. Where tau is 0 updates pass unchanged.

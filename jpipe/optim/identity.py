@@ -29,7 +29,7 @@ def identity(optimizer: optax.GradientTransformation, params: Any) -> dict[str, 
 
     Args:
       optimizer: the optimizer.
-      params: what its `init` takes, abstract or not.
+      params: the argument of its `init`, abstract or not.
 
     Returns:
       Values that JSON has: "transforms", the names of the makers, in order; "switches", for each of these names and an
@@ -62,7 +62,7 @@ def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
 
     Args:
       mine: the identity of the optimizer of "this pipeline".
-      other: that of the optimizer of "the state".
+      other: the identity of the optimizer of "the state".
 
     Example:
       >>> params = {"w": jax.numpy.ones(2)}
@@ -95,7 +95,7 @@ def _maker(function: Any) -> str:
 
 
 def _makes_state(function: Any, params: Any) -> bool:
-    """Whether a function of the parameters returns the state of a transform, and there is something in it.
+    """Returns whether a function of the parameters returns the state of a transform, and there is something in it.
 
     `optax.chain` returns a plain tuple of the states of others. A mask returns a tree like the parameters.
     """
@@ -108,13 +108,13 @@ def _makes_state(function: Any, params: Any) -> bool:
 
 
 def _makes_transform(function: Any) -> bool:
-    """Whether a function says that it returns a transform, as what `optax.inject_hyperparams` is given does."""
+    """Returns whether a function is annotated to return a transform, as `optax.inject_hyperparams` wants."""
     kind = getattr(function, "__annotations__", {}).get("return")
     return isinstance(kind, type) and issubclass(kind, optax.GradientTransformation)
 
 
 def _seen_by(function: Any) -> dict[str, Any]:
-    """The values that a function has from where it was made, by name."""
+    """The values in a function's closure, fields and arguments, by name."""
     if isinstance(function, functools.partial):
         return {"func": function.func, "args": function.args, **function.keywords}
     if isinstance(function, types.MethodType):
@@ -131,7 +131,7 @@ def _seen_by(function: Any) -> dict[str, Any]:
 
 
 def _reachable(root: Any) -> Iterator[Any]:
-    """The functions that a function can reach through what it has from where it was made, each once, in order."""
+    """The functions that a function can reach through its closure and fields, each once, in order."""
     seen: set[int] = set()
 
     def walk(value: Any) -> Iterator[Any]:

@@ -1,1 +1,1 @@
-"""The arguments of a pipeline: their checks, and what follows from them."""
+"""The arguments of a pipeline: their checks, and the facts that follow from them."""

@@ -229,7 +229,7 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
 
     Args:
       theirs: `Program.parts` or `Settings.parts` of the state's pipeline.
-      ours: the same of this pipeline.
+      ours: the same record of this pipeline.
     """
     for name, part in ours.items():
         if theirs[name] != part:
@@ -286,7 +286,7 @@ def _check_sequence(
     stage: int,
     num_replicas: int,
 ) -> None:
-    """Refuses state that goes from microbatch to microbatch where these do not come one after the other."""
+    """Refuses state that goes from microbatch to microbatch if microbatches do not come one after the other."""
     num_copies = len(schedule.copies[stage])
     start = f"layer {i} ({layer.name}) moves its mutable state"
     if update.sequence and num_copies > 1:

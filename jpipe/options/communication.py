@@ -1,4 +1,4 @@
-"""Options of what devices send to each other, and of what they keep instead."""
+"""Options of messages between devices, and of the arrays that devices keep instead."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from jpipe.stages.shares import Replicas
 
 @dataclasses.dataclass(frozen=True)
 class Communication(Options):
-    """What devices send, and how. `Pipeline` has the meaning of the options.
+    """The messages of devices, and their form. `Pipeline` has the meaning of the options.
 
     Attributes:
       overlap: whether messages are sent while the devices compute.
       shard_optimizer: whether the replicas of a stage share its update.
       compress_messages: the compressors of activations between stages, and of their gradients.
       compress_gradients: the compressor of gradients between replicas; None: they are sent as they are.
-      accumulate_gradients: how gradients that are products are accumulated; None: as they are.
+      accumulate_gradients: the form in which gradients that are products are accumulated; None: as they are.
     """
 
     overlap: bool
@@ -61,12 +61,12 @@ class Communication(Options):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything that is sent is compressed."""
+        """True if anything that is sent is compressed."""
         return self.compress_messages != NO_COMPRESSION or bool(self.compress_gradients)
 
     @property
     def compressors(self) -> dict[str, Any]:
-        """Argument -> what is given for it, of those that compress; only those that are given."""
+        """Argument -> the compressor that is given for it; only those that are given."""
         given = {
             "compress_messages": self.compress_messages,
             "compress_gradients": self.compress_gradients,

@@ -1,4 +1,4 @@
-"""What excludes what among the options of a pipeline, each stated once.
+"""Exclusions among the options of a pipeline, each stated once.
 
 A function returns why an option cannot be, as a part of a sentence; empty: it can. `Pipeline`, the choice of what goes
 to host memory and the training script ask it, and add the remedy that fits where the option was given.
@@ -17,7 +17,7 @@ _SHARED_BY_REPLICAS = {
 
 
 def without_replicas(argument: str) -> str:
-    """Why an argument for the replicas of a stage cannot be where each stage has one.
+    """The reason why an argument for the replicas of a stage cannot be where each stage has one.
 
     Args:
       argument: "shard_optimizer" or "compress_gradients".
@@ -26,7 +26,7 @@ def without_replicas(argument: str) -> str:
 
 
 def on_split_arrays(sizes: Mapping[str, int]) -> str:
-    """Why nothing can be compressed on a mesh that splits arrays inside of a stage.
+    """The reason why nothing can be compressed on a mesh that splits arrays inside of a stage.
 
     Args:
       sizes: axis of the mesh -> number of devices.
@@ -38,14 +38,14 @@ def on_split_arrays(sizes: Mapping[str, int]) -> str:
 
 
 def chosen_and_given(*names: str) -> str:
-    """Why `device_memory` cannot be beside the arguments that say what goes to host memory."""
+    """The reason why `device_memory` cannot be beside the arguments that say what goes to host memory."""
     *others, last = (f"`{name}`" for name in names)
     given = f"{', '.join(others)} and {last} say" if others else f"{last} says"
     return f"`device_memory` chooses what goes to host memory, and {given} it"
 
 
 def stay_on_devices(hooks: Mapping[str, Any], schedule: Schedule, compressors: Mapping[str, Any]) -> dict[str, str]:
-    """Why weights, and gradients, cannot be in host memory.
+    """The reasons why weights, and gradients, cannot be in host memory.
 
     Args:
       hooks: "forward" and "backward" with the functions that compute the weights which these passes read.

@@ -1,4 +1,4 @@
-"""Options of what is in the memory of the host."""
+"""Options of the arrays in the memory of the host."""
 
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -29,7 +29,7 @@ def check_offload(
 
     Args:
       offload: the argument.
-      mesh, schedule, numbers, communication: of the pipeline.
+      mesh, schedule, numbers, communication: the mesh and the options of the pipeline.
       hooks: "forward" and "backward" with the functions that compute the weights which these passes read.
 
     Raises:

@@ -74,7 +74,7 @@ class LossScale:
         """The scale's arrays after an update.
 
         Args:
-          arrays: before the update, shaped as `shapes` says.
+          arrays: the arrays before the update, shaped as `shapes` says.
           finite: bool `[]`, whether the gradient of the update was finite.
         """
         if self.growth_interval is None:

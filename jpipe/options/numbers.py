@@ -19,13 +19,13 @@ from jpipe.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Numbers(Options):
-    """What layers compute in, what their gradients are scaled by, and what a forward keeps. `Pipeline` has the meaning.
+    """The dtypes of layers, the scale of their gradients, and the stash of a forward. `Pipeline` has the meaning.
 
     Attributes:
       compute_dtype: weights and activations are cast to it in every layer; None: they are not.
-      accumulate_dtype: in which gradients are summed over microbatches; None: in the dtypes of their weights.
+      accumulate_dtype: the dtype in which gradients are summed over microbatches; None: in the dtypes of their weights.
       recompute: "none", "full" or a checkpoint policy.
-      loss_scale: of the loss before its gradient is computed; None: 1.
+      loss_scale: the factor of the loss before its gradient is computed; None: 1.
     """
 
     compute_dtype: np.dtype | None
@@ -57,12 +57,12 @@ class Numbers(Options):
 
     @property
     def runs_forward_again(self) -> bool:
-        """Whether a stage keeps only its inputs, and runs its forward again before its backward."""
+        """True if a stage keeps only its inputs, and runs its forward again before its backward."""
         return self.recompute == "full"
 
     @property
     def policy(self) -> Callable[..., Any] | None:
-        """The policy that says what layers keep; None: it follows from `recompute` by name."""
+        """The checkpoint policy of layers; None: it follows from `recompute` by name."""
         return self.recompute if callable(self.recompute) else None
 
     @property
@@ -73,7 +73,7 @@ class Numbers(Options):
         return self.recompute
 
     def gradient_sums(self, compressor: StreamingPCA | None) -> GradientSums:
-        """What gradients are summed in; `compressor`: of those that are products."""
+        """The dtypes and forms in which gradients are summed. `compressor` is for those that are products."""
         return GradientSums(compressor, self.accumulate_dtype)
 
     @property

@@ -1,4 +1,4 @@
-"""What the records of options have in common."""
+"""The common base of the records of options."""
 
 import dataclasses
 from typing import Any
@@ -10,5 +10,5 @@ class Options:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What states of two pipelines must have in common: all fields, in values that compare and print."""
+        """The facts that states of two pipelines must share: all fields, in values that compare and print."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,4 +1,4 @@
-"""The arguments of a pipeline, checked, and what follows from them and the shapes of a batch."""
+"""The arguments of a pipeline, checked, and the facts that follow from them and the shapes of a batch."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ class Settings:
     """The arguments of `Pipeline`, checked. See there for their meaning.
 
     Attributes:
-      layers: what `as_layers` returned.
+      layers: the result of `as_layers`.
       hooks: "forward" and "backward" with the functions of `forward_params` and `backward_params`.
       ties: `(layer, "dotted.path")` pairs of each tied parameter, those of shared NNX variables
         included.
@@ -68,7 +68,7 @@ class Settings:
 
     @property
     def platform(self) -> str:
-        """Of the devices, such as "cpu" or "tpu"."""
+        """The platform of the devices, such as "cpu" or "tpu"."""
         return self.mesh.devices.flat[0].platform
 
     @property
@@ -95,7 +95,7 @@ class Settings:
 
     @functools.cached_property
     def rows(self) -> BatchRows | None:
-        """How several processes share the rows of a batch; None on a mesh of one process."""
+        """The shares of several processes in the rows of a batch; None on a mesh of one process."""
         return BatchRows.of(self.mesh) if is_shared(self.mesh) else None
 
     def whole(self, batch: Any) -> Any:
@@ -117,7 +117,7 @@ class Settings:
 
         Args:
           batch: arrays or abstract arrays `[batch, ...]`; in several processes the rows that this one gives.
-          num_microbatches: per minibatch and replica; None: that of the schedule.
+          num_microbatches: the number per minibatch and replica; None: that of the schedule.
           whole: whether `batch` has the rows of all processes.
 
         Raises:
@@ -185,7 +185,7 @@ class Settings:
             return trace_layers(self.layers, self.loss, microbatch, **options)
 
     def trace_evaluation(self, microbatch: Any, key_impl: Any, trained: Traced) -> Traced:
-        """The layers traced in evaluation, split as those that are `trained`."""
+        """Traces the layers in evaluation, split like the layers in `trained`."""
         options = self._trace_options(key_impl, trained.splits)
         with on_platform(self.platform):
             return trace_evaluation(self.layers, microbatch, **options)
@@ -205,7 +205,7 @@ class Settings:
         )
 
     def _layer_splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
-        """How the strategy splits each layer; `()` without one."""
+        """The split of each layer by the strategy; `()` without one."""
         if self.splits.strategy is None:
             return ()
         return self.splits.strategy.split_layers(
@@ -260,7 +260,7 @@ def abstract(a: Any) -> jax.ShapeDtypeStruct:
 
 
 def same_shapes(a: Any, b: Any) -> bool:
-    """Whether two trees of arrays have the same structure, shapes and dtypes."""
+    """Returns whether two trees of arrays have the same structure, shapes and dtypes."""
     return shapes_key(a) == shapes_key(b)
 
 

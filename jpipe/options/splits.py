@@ -15,7 +15,7 @@ from jpipe.packing import axes
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """How layers are split over the axes of the mesh that are left to the compiler. `Pipeline` has the meaning.
+    """The splits of layers over the axes of the mesh that are left to the compiler. `Pipeline` has the meaning.
 
     Attributes:
       axis_rules: pairs of a logical name and axes of the mesh.
