@@ -122,10 +122,10 @@ class BERT:
     dropout: float = 0.1
     """Fraction of the activations that is dropped in training."""
     mlm_head: bool = True
-    """Whether there is a last layer that predicts masked words. Without it the model
+    """True adds a last layer that predicts masked words. Without it the model
     returns the outputs of the last block: a dict of `x` [B, T, D] and `mask` [B, T]."""
     tie_embeddings: bool = True
-    """Whether the head shares the matrix of the token embedding."""
+    """True if the head shares the matrix of the token embedding."""
 
     def __post_init__(self) -> None:
         checks.at_least_one(

@@ -86,7 +86,7 @@ def _path(num_inputs: int, *steps: tuple[int, Size], rngs: nnx.Rngs, **last: int
     Args:
       num_inputs: channels of the image.
       steps: channels and size of each convolution.
-      rngs: of the weights.
+      rngs: the random streams of the weights.
       last: stride and padding of the last one.
     """
     path = []
@@ -141,7 +141,7 @@ class ForkedBlock(nnx.Module):
       width: channels of the convolutions at the end of these paths.
       paths: the convolutions before the ends of each of the two.
       plain: channels of the path of one 1x1 convolution.
-      pooled: as in `Block`.
+      pooled: see `Block`.
     """
 
     def __init__(

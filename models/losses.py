@@ -27,7 +27,7 @@ Mean = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Loss(Protocol):
-    """What a model minimises, and how an evaluation is reported."""
+    """The loss that a model minimises, and the report of an evaluation."""
 
     def __call__(self, outputs: Any, batch: Mapping[str, Any]) -> tuple[Mean, dict[str, jax.Array]]:
         """The loss of a microbatch in nats, and values to average beside it.

@@ -266,7 +266,7 @@ class ResNet:
     num_classes: int = 10
     """Number of classes K."""
     fine_grained: bool = False
-    """Whether every convolution, every norm and the head is a layer of its own, so that a
+    """True if every convolution, every norm and the head is a layer of its own, so that a
     pipeline can have a stage for each: ResNet-50 then has 107 layers. The results are the
     same."""
 

@@ -88,7 +88,7 @@ _TILE = 64
 
 
 def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Whether cuDNN has a kernel for the attention of these arrays, without a mask.
+    """Returns whether cuDNN has a kernel for the attention of these arrays, without a mask.
 
     It needs a GPU, cuDNN, whole tiles of positions, and numbers of 16 bits, at most 256 of them per
     head (before H100s: 128). On a mesh XLA may have to split the products of attention over devices,
@@ -106,7 +106,7 @@ def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
 
 
 def platform() -> str:
-    """Where JAX computes, for example "gpu": the platform of its default device."""
+    """The platform of JAX's default device, for example "gpu"."""
     device = jax.config.jax_default_device
     if device is None:
         return jax.default_backend()
@@ -148,7 +148,7 @@ def attend_heads(
       key, value: `[B, M, D]`, of M positions of a memory.
       num_heads: H.
       mask: bool `[B, M]`, which positions of the memory are seen.
-      is_causal: as in `attend`.
+      is_causal: see `attend`.
 
     Returns:
       `[B, T, D]`, the results of all heads side by side.

@@ -142,7 +142,7 @@ class Transformer:
     """Fraction of the activations that is dropped in training, after the embedding and
     after each attention and MLP."""
     tie_embeddings: bool = False
-    """Whether the head shares the matrix of the token embedding."""
+    """True if the head shares the matrix of the token embedding."""
 
     def __post_init__(self) -> None:
         checks.at_least_one(self, "vocab_size", "seq_len", "dim", "num_heads", "num_blocks")

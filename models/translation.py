@@ -325,9 +325,9 @@ class Translation:
     dropout: float = 0.1
     """Fraction of the activations that is dropped in training."""
     tie_embeddings: bool = True
-    """Whether the head shares the matrix of the target's embedding."""
+    """True if the head shares the matrix of the target's embedding."""
     fine_grained: bool = False
-    """Whether every norm, both matrices of an MLP, and the matrices before and after the heads of
+    """True if every norm, both matrices of an MLP, and the matrices before and after the heads of
     an attention are layers of their own, so that a pipeline can have a stage for each: the base
     then has 92 layers. The results are the same."""
 

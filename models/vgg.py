@@ -99,7 +99,7 @@ class VGG:
     num_convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)
     """Convolutions in each group, one entry per width."""
     batch_norm: bool = False
-    """Whether batch norm follows each convolution, which the paper does not have."""
+    """True if batch norm follows each convolution, which the paper does not have."""
     hidden_width: int = 4096
     """Width of the two hidden linear layers."""
     dropout: float = 0.5

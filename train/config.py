@@ -37,7 +37,7 @@ def _decays(params: Any) -> Any:
 
 
 def _matrices(params: Any) -> Any:
-    """For Muon: kernels and matrices, which have their output on the last axis. None for other weights."""
+    """Marks for Muon the kernels and matrices, which have their output on the last axis. None for other weights."""
 
     def axes(p: Any) -> Any:
         if p.ndim < 2:
@@ -83,10 +83,10 @@ class PipelineConfig:
     """A file with a schedule in the text form of `jpipe.Schedule.to_text`. It replaces
     the five fields above."""
     emulate: bool = False
-    """Whether one device stands for all: it reads the weights that the schedule's devices would read,
+    """True lets one device stand for all: it reads the weights that the schedule's devices would read,
     and runs one microbatch after the other. For studies of late gradients at any number of stages."""
     delays: tuple[int, ...] | None = None
-    """How many updates late the weights are that each stage reads, such as (3, 2, 1, 0), in place of a
+    """The delay of the weights that each stage reads, in updates, such as (3, 2, 1, 0), in place of a
     schedule. One device runs all stages."""
     boundaries: tuple[int, ...] | None = None
     """The number of the first layer of each stage but stage 0. None: `balance` decides."""
@@ -100,7 +100,7 @@ class PipelineConfig:
         "dots_with_no_batch_dims_saveable",
         "nothing_saveable",
     ] = "none"
-    """What a stage keeps for its backward: all activations ("none"), only its inputs
+    """The stash of a stage for its backward: all activations ("none"), only its inputs
     ("full"), or the activations that a policy of `jax.checkpoint_policies` selects. The
     backward computes the others again."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -109,17 +109,17 @@ class PipelineConfig:
     """The dtype in which gradients of weights of fewer bits are summed over microbatches. "none":
     the weights' dtype."""
     loss_scale: Literal["none", "dynamic"] = "none"
-    """Whether the loss is multiplied by a dynamic scale before its gradient is computed.
+    """dynamic multiplies the loss by a dynamic scale before its gradient is computed.
     float16 needs this."""
     compress_messages: str | None = None
-    """How activations between stages, and their gradients, are compressed, such as
+    """The compressor of activations between stages, and of their gradients, such as
     quantize:bits=8, cast:dtype=bfloat16, threshold:density=0.05 or topk:density=0.05. None:
-    not at all."""
+    they are sent as they are."""
     compress_message_gradients: str | None = None
-    """The same for the gradients alone. None: as `compress_messages`; of threshold and topk
+    """The compressor of the gradients alone. None: that of `compress_messages`; of threshold and topk
     the entries that were sent forward."""
     accumulate_gradients: str | None = None
-    """How the gradients of dense layers are accumulated: streaming_pca:rank=4, for example,
+    """The form in which gradients of dense layers are accumulated: streaming_pca:rank=4, for example,
     keeps 4 singular vectors of each. None: as they are."""
     synchronous_steps: int = 0
     """Number of steps at the start that GPipe trains, before an asynchronous schedule
@@ -197,7 +197,7 @@ class PipelineConfig:
 
     @property
     def on_one_device(self) -> bool:
-        """Whether one device runs all stages."""
+        """True if one device runs all stages."""
         return self.emulate or self.delays is not None
 
     def table(self) -> jpipe.Schedule:
@@ -217,7 +217,7 @@ class PipelineConfig:
             return jpipe.schedules.emulated(self._pipeline_table())
 
     def _pipeline_table(self) -> jpipe.Schedule:
-        """The schedule of one device for each stage, or as many as it says."""
+        """The schedule of the pipeline: one stage per device, or as many as the configuration says."""
         if self.schedule_file is not None:
             return jpipe.schedules.read(self.schedule_file)
         options = dict(self.options)
@@ -241,10 +241,10 @@ class MeshConfig:
     model: int = 1
     """Number of devices that share the work of each stage (tensor parallelism)."""
     shard_optimizer: bool = False
-    """Whether the replicas of a stage share its update and the optimizer's state (ZeRO, stage
+    """True if the replicas of a stage share its update and the optimizer's state (ZeRO, stage
     1). The replicas are those of `mesh.data` and of `pipeline.replicas`."""
     compress_gradients: str | None = None
-    """How the replicas of a stage exchange gradients, such as powersgd:rank=4,
+    """The compressor of gradients between the replicas of a stage, such as powersgd:rank=4,
     threshold:density=0.01 or cast:dtype=bfloat16. Each keeps what it has not sent for its next
     gradient. None: as they are."""
     device_memory: str | None = None
@@ -295,7 +295,7 @@ class MeshConfig:
 
     @contextlib.contextmanager
     def names_rules(self) -> Iterator[None]:
-        """A context in which errors about layers that all stages share name the option that gives each to one stage."""
+        """A context: an error about layers that all stages share names the option that gives each stage its own."""
         try:
             yield
         except jpipe.vocabulary.VocabularyError as error:
@@ -380,7 +380,7 @@ class OptimizerConfig:
     """Decay D of PipeMare's T2, for asynchronous schedules: a backward reads an estimate
     of the weights that its forward read. None: a backward reads the current weights."""
     predict_weights: bool = False
-    """Whether a forward reads a prediction of the weights that its gradient will be
+    """True if a forward reads a prediction of the weights that its gradient will be
     applied to, for asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
     prediction_decay: float | None = None
     """Decay b by which a prediction trusts the last movement less with every update: it looks
@@ -426,7 +426,7 @@ class OptimizerConfig:
         """A function from step to learning rate, for a run of `num_steps`.
 
         Args:
-          num_steps: of the run.
+          num_steps: the number of steps of the run.
           peak: the largest rate, also a number inside of a program. None: `learning_rate`.
         """
         peak = self.learning_rate if peak is None else peak
@@ -530,7 +530,7 @@ class CheckpointConfig:
     """Number of steps between checkpoints. There is also one at the end, and one after
     Ctrl-C or SIGTERM. None: no checkpoints."""
     keep: int = 3
-    """How many of the newest checkpoints stay."""
+    """The number of the newest checkpoints that stay."""
 
     def __post_init__(self) -> None:
         if self.every is not None:
@@ -571,7 +571,7 @@ class TrainConfig:
     """Number of held-out minibatches, from the first on, that an evaluation before the
     last step reads. None: all."""
     stability: bool = False
-    """Whether the largest stable learning rate of each stage is printed before training, from
+    """True if the largest stable learning rate of each stage is printed before training, from
     its delay and the largest curvature of the loss at the first weights, with a warning if the
     configured rate exceeds it: lemma 1 of PipeMare. It takes some 50 times as long as a
     gradient, on one device. For sgd, adamw and nadamw."""

@@ -85,7 +85,7 @@ def _replace_incomplete_entries() -> None:
 
 
 def _is_complete(entry: bytes) -> bool:
-    """Whether all of an entry of JAX's cache can be decompressed."""
+    """Returns whether all of an entry of JAX's cache can be decompressed."""
     if not entry.startswith(b"\x28\xb5\x2f\xfd"):
         decompress = zlib.decompress
     else:

@@ -224,7 +224,7 @@ def _from_json(value: Any, hint: Any, where: str) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type that a field's annotation names."""
+    """Returns whether a JSON value has the type that a field's annotation names."""
     if typing.get_origin(hint) in _UNIONS:
         return any(_fits(value, option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:

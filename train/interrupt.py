@@ -1,4 +1,4 @@
-"""Ends a run on Ctrl-C or SIGTERM without losing what it has done.
+"""Ends a run on Ctrl-C or SIGTERM and keeps its work.
 
 The first signal asks the run to end after its current step. A second one ends the
 process at once. The exit code is 128 plus the number of the signal: 130 after Ctrl-C
@@ -51,7 +51,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has asked the run to end."""
+        """True if a signal has asked the run to end."""
         return self.signal is not None
 
     @property
@@ -69,13 +69,13 @@ class Interrupt:
 
 
 def leave_on_interrupt(message: str) -> None:
-    """From now on, Ctrl-C or SIGTERM prints `message` and ends the process."""
+    """Makes Ctrl-C and SIGTERM print `message` and end the process from now on."""
     for number in _SIGNALS:
         signal.signal(number, lambda number, frame: leave(message, 128 + number))
 
 
 def ignore_interrupts() -> None:
-    """From now on, Ctrl-C and SIGTERM do nothing: the process is about to end."""
+    """Makes Ctrl-C and SIGTERM do nothing from now on: the process is about to end."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

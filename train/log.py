@@ -64,7 +64,7 @@ class Log:
       unit: the things that the speed counts, such as "images".
       learning_rate: function from a step, counted from 1, to its learning rate.
       start: the `time.perf_counter()` at which "seconds" are 0.
-      resumed: what `position` returned in the run that goes on here. Records that came
+      resumed: the result of `position` in the run that goes on here. Records that came
         later are removed, because the run writes them again.
 
     Attributes:
@@ -157,7 +157,7 @@ class Log:
         return len(self._unwritten)
 
     def position(self) -> dict[str, Any]:
-        """Where the log stands, for a run that goes on from here; values that JSON has."""
+        """The position of the log in values for JSON. A run goes on from it."""
         return {
             "bytes": 0 if self._path is None else os.fstat(self._file.fileno()).st_size,
             "unwritten": self._unwritten,
@@ -194,7 +194,7 @@ class Log:
             of means.
           num_skipped: number of stages that skipped their update.
           updated: whether any stage was updated.
-          compression: what compressors report, see `jpipe.Pipeline.step`; None or empty without.
+          compression: the report of the compressors, see `jpipe.Pipeline.step`; None or empty without.
 
         Raises:
           NonFiniteLossError: if the loss is not finite.

@@ -86,7 +86,7 @@ class MNISTPixels(MNIST):
             raise ValueError(f"`noise` must be at least 0, got {self.noise}.")
 
     def load(self) -> Dataset:
-        """As `MNIST.load`, with labels `[B, 28, 28]`."""
+        """Loads the data as `MNIST.load` does, with labels `[B, 28, 28]`."""
         train_images, train_labels, test_images, test_labels = _read(self.dir)
         return Dataset(
             train=Pixels(train_images, train_labels, self.max_shift, self.noise),

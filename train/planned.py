@@ -47,7 +47,7 @@ def save_plan(
 
     Args:
       path: the Python file.
-      config: of the model.
+      config: the configuration of the model.
       best: the plan.
       splits: the strategies from which `best` was chosen.
       argv: the words of the command.
@@ -71,7 +71,7 @@ def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = 
     """The configuration that trains by a plan.
 
     Args:
-      config: of the model.
+      config: the configuration of the model.
       best: the plan.
       strategy: the file of the strategy inside of its stages, if there is one.
     """

@@ -1,4 +1,4 @@
-"""What the scripts do in several processes: the first one prints, writes files and decides."""
+"""The scripts in several processes: the first one prints, writes files and decides."""
 
 import sys
 from collections.abc import Callable
@@ -10,19 +10,19 @@ import jpipe
 
 
 def is_first() -> bool:
-    """Whether this process writes files and prints."""
+    """Returns whether this process writes files and prints."""
     return jax.process_index() == 0
 
 
 def from_first(function: Callable[[], Any], phase: str, limit_seconds: float) -> Any:
-    """What a function returns in process 0, for every process. Every process must call it.
+    """Returns on every process the result of a function in process 0. Every process must call it.
 
     The others do not run the function. If it fails, all processes fail with its message.
 
     Args:
-      function: returns what JSON can hold.
-      phase: what it does, for messages of the watchdog.
-      limit_seconds: what it takes at the most.
+      function: a function whose result JSON can hold.
+      phase: the work of the function, for messages of the watchdog.
+      limit_seconds: the most seconds that it takes.
 
     Raises:
       ValueError: on every process, if the function raises it.

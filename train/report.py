@@ -27,7 +27,7 @@ WIDTH = 110  # columns of what the planner prints
 
 
 def versions() -> str:
-    """What the run runs on, in a line."""
+    """The versions of jpipe's environment, in a line."""
     packages = {
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -46,7 +46,7 @@ def mesh(mesh: jax.sharding.Mesh) -> str:
 
 
 def partition(records: Sequence[jpipe.StageRecord]) -> str:
-    """A line for each stage: where it runs, its layers and what they weigh."""
+    """A line for each stage: its device, its layers and their weights."""
     total = sum(record.flops for record in records) or 1
     rows = [("stage", "device", "layers", "", "parameters", "bytes", "FLOPs")]
     for record in records:
@@ -201,7 +201,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
 
 
 def _on_host(plan: Candidate) -> str:
-    """What a plan keeps in host memory; empty: nothing."""
+    """The arrays that a plan keeps in host memory; empty: nothing."""
     parts = []
     if plan.offload.optimizer:
         parts.append(f"{plan.offload.optimizer:.0%} of the optimizer's state")
@@ -273,7 +273,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
 
 
 def solution(solution: Solution, graph: Graph, seconds: float) -> str:
-    """The solution of a solver: a line per stage, and what is proved."""
+    """The solution of a solver: a line per stage, and the proof."""
     nodes = {node.id: node for node in graph.nodes}
     rows = [("stage", "on", "nodes", "", "compute", "bytes")]
     for s, stage in enumerate(solution.stages):

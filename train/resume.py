@@ -16,12 +16,12 @@ _FIXED = ("model", "data", "batch_size", "seed")
 
 
 class Command(NamedTuple):
-    """What a command line asks for.
+    """The request of a command line.
 
     Attributes:
       name: the name of the configuration.
       config: the configuration.
-      folder: of the run that is to go on; None: the run is new.
+      folder: the folder of the run that is to go on; None: the run is new.
       may_start: whether that run starts if it has no checkpoint.
     """
 
@@ -115,7 +115,7 @@ def _folder_to_resume(
 
 
 class Resumed(NamedTuple):
-    """Where training starts.
+    """The start of training.
 
     Attributes:
       pipe: the pipeline that trains first.
@@ -141,7 +141,7 @@ class Resumed(NamedTuple):
         """Restores the newest checkpoint of a run.
 
         Args:
-          checkpoints: of the run.
+          checkpoints: the checkpoints of the run.
           batch: a minibatch.
           pipe: the pipeline of the configured schedule.
           warm_up: the pipeline of the first `synchronous_steps`, or None.
@@ -178,12 +178,12 @@ class Saver:
     Args:
       run_dir: the folder of the run.
       config_text: the content of its `config.json`, which is written again if somebody removes it.
-      checkpoints: of the run.
+      checkpoints: the checkpoints of the run.
       every: steps between checkpoints; None: there are none.
       first: the step whose checkpoint the run goes on from; 0: it begins.
 
     Attributes:
-      problem: why the newest checkpoint could not be saved; empty if it was.
+      problem: the reason why the newest checkpoint could not be saved; empty if it was.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Saver:
         self._look_after()
 
     def saves(self, step: int, ends: bool) -> bool:
-        """Whether there is a checkpoint after a step."""
+        """Returns whether there is a checkpoint after a step."""
         return self._every is not None and (ends or step % self._every == 0)
 
     def save(self, step: int, state: jpipe.PipelineState, log: Log) -> None:

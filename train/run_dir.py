@@ -87,7 +87,7 @@ def new_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[R
 
 
 def _resumes(command: Command, path: pathlib.Path) -> bool:
-    """Whether a run goes on in a folder.
+    """Returns whether a run goes on in a folder.
 
     Raises:
       ValueError: if it can neither go on nor start there.

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_writable(path: pathlib.Path) -> None:
-    """Before the search, whose result would be lost."""
+    """Checks that the file can be written, before the search whose result would be lost."""
     if path.is_dir():
         raise ValueError(f"--save {path}: this is a folder. Name a file in it.")
     if not path.parent.is_dir():
@@ -107,7 +107,7 @@ def _check_writable(path: pathlib.Path) -> None:
 
 
 def search_model(args: argparse.Namespace, words: list[str]) -> int:
-    """Traces the model, searches, and prints what was found."""
+    """Traces the model, searches, and prints the strategy."""
     from jpipe import soap
 
     if args.save is not None:
@@ -187,8 +187,8 @@ def graph_of(config, *, whole: bool = True):
     """The operator graph of a training step: the model, its loss and their gradients.
 
     Args:
-      config: of the run.
-      whole: of a whole batch, or else of a microbatch as each replica of a pipeline gets it, in its dtype.
+      config: the configuration of the run.
+      whole: whether the graph is of a whole batch, or else of a microbatch of one replica of a pipeline, in its dtype.
     """
     if whole:
         return traced_layers(config, 1).graph
@@ -201,7 +201,7 @@ def traced_layers(config, parts: int, compute_dtype=None):
     """The operators of the layers of a model and its loss.
 
     Args:
-      config: of the run.
+      config: the configuration of the run.
       parts: number of microbatches of all replicas; the operators are those of one.
       compute_dtype: weights and activations are cast to it; None casts nothing.
 
@@ -226,7 +226,7 @@ def traced_layers(config, parts: int, compute_dtype=None):
 
 
 def table(graph, strategy) -> str:
-    """What each operator got: a line per operator, or per run of operators that got the same."""
+    """The configurations of the operators: a line per operator, or per run of operators that got the same."""
     from jpipe.soap.space import ranges
 
     header = ("operator", "loops", *"SAPR", "devices")

@@ -1,4 +1,4 @@
-"""How large a learning rate the delays of a schedule stand: lemma 1 of PipeMare, at the current weights."""
+"""The largest learning rate that the delays of a schedule allow: lemma 1 of PipeMare, at the current weights."""
 
 import itertools
 import math
@@ -18,10 +18,10 @@ NUM_BATCHES = 8
 
 
 class Bound(NamedTuple):
-    """What a stage stands.
+    """The bound of a stage.
 
     Attributes:
-      delay: in updates.
+      delay: the delay in updates.
       largest: the largest stable learning rate.
       configured: the largest learning rate that the configuration reaches on the stage.
     """
@@ -32,7 +32,7 @@ class Bound(NamedTuple):
 
     @property
     def is_stable(self) -> bool:
-        """Whether the configured rate stays in the stable range."""
+        """True if the configured rate stays in the stable range."""
         return self.configured <= self.largest
 
 
@@ -48,12 +48,12 @@ def bounds(
     """The curvature of the first minibatch, and the bound of each stage.
 
     Args:
-      config: of the optimizer.
-      pipe: whose schedule has the delays.
+      config: the configuration of the optimizer.
+      pipe: the pipeline whose schedule has the delays.
       loss: `(params, batch) -> loss`.
       params: the weights.
       batches: minibatches of training; Adam reads `NUM_BATCHES`.
-      num_steps: of the run.
+      num_steps: the number of steps of the run.
       first_step: the first step, from 0, that the schedule trains.
 
     Returns:
@@ -114,7 +114,7 @@ def text(curvature: float, bounds_of_stages: list[Bound]) -> str:
 
 
 def warning(bounds_of_stages: list[Bound]) -> str | None:
-    """What to change where a rate leaves the stable range; None if none does."""
+    """Says what to change where a rate leaves the stable range; None if none does."""
     wrong = [(s, bound) for s, bound in enumerate(bounds_of_stages) if not bound.is_stable]
     if not wrong:
         return None

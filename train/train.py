@@ -88,11 +88,11 @@ class Run(NamedTuple):
       pipe: the pipeline of the configured schedule.
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
-      shards: what each device holds.
-      messages: what devices send; empty if nothing of it is compressed.
+      shards: the arrays that each device holds.
+      messages: the messages of devices; empty if nothing of it is compressed.
       run_dir: the folder of the run.
       config_text: the content of its `config.json`.
-      checkpoints: those of the run.
+      checkpoints: the checkpoints of the run.
       resumes: whether the run goes on from one of them.
     """
 
@@ -241,7 +241,7 @@ MOST_STAGES_DRAWN = 32
 
 
 def draws(schedule: jpipe.Schedule) -> bool:
-    """Whether the table is drawn. Of one device, or of more stages than lines, there is nothing to see."""
+    """Returns whether the table is drawn. Of one device, or of more stages than lines, there is nothing to see."""
     one_device = schedule.num_devices == 1 < schedule.num_stages
     return not one_device and schedule.num_stages <= MOST_STAGES_DRAWN
 
@@ -339,7 +339,7 @@ def train(
 
     Args:
       run: the run.
-      start_of: where training starts; its state is donated.
+      start_of: the start of training; its state is donated.
       memory: the bytes of each device, for the log.
       interrupt: tells when the run has to end early.
       start: the `time.perf_counter()` of the start of the run.
@@ -388,7 +388,7 @@ def train(
         moments = itertools.count()
 
         def stops() -> bool:
-            """Whether the run stops now, in all processes at the same moment."""
+            """Returns whether the run stops now, in all processes at the same moment."""
             return jpipe.distributed.stop_requested(next(moments), interrupt.requested)
 
         def check() -> None:
@@ -404,7 +404,7 @@ def train(
             log.held_out(step, held_out(result, run.data))
 
         def is_due(step: int) -> bool:
-            """Whether there is an evaluation after a step, beside the one at the end."""
+            """Returns whether there is an evaluation after a step, beside the one at the end."""
             every = config.eval_every
             return bool(every) and step % every == 0 and 0 < step < config.num_steps
 
