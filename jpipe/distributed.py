@@ -45,10 +45,10 @@ __all__ = [
 _SHUTDOWN_SECONDS = 25
 _CONNECT_SECONDS = 30.0
 _MORE_SECONDS = 30.0
-"""Until JAX ends a process that waits for others, after jpipe should have ended it."""
+"""Time until JAX ends a process that waits for others, after jpipe should have ended it."""
 
 _is_alone = False
-"""Whether `initialize` has found that there is one process, which it can find out only before a device is used."""
+"""True if `initialize` has found a single process. It can find that out only before a device is used."""
 
 
 def initialize(
@@ -139,7 +139,7 @@ def _connect(
     process_id: int | None,
     seconds: float,
 ) -> None:
-    """`jax.distributed.initialize`, which leaves SIGTERM as it was."""
+    """Calls `jax.distributed.initialize`, and leaves SIGTERM as it was."""
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
@@ -220,7 +220,7 @@ def fail(reason: str, code: int = 1) -> NoReturn:
     An exception that nobody catches does so by itself.
 
     Args:
-      reason: for the message that the others print.
+      reason: the reason, for the message that the others print.
       code: the exit code of this process.
     """
     _watchdog.fail(reason, code)
@@ -235,8 +235,8 @@ def phase(name: str, limit_seconds: float) -> contextlib.AbstractContextManager[
     as stuck. Without a watchdog it does nothing.
 
     Args:
-      name: for messages.
-      limit_seconds: what it takes at the most.
+      name: the name of the phase, for messages.
+      limit_seconds: the most seconds that it takes.
 
     Example:
       >>> with phase("saving", limit_seconds=300):
@@ -246,14 +246,14 @@ def phase(name: str, limit_seconds: float) -> contextlib.AbstractContextManager[
 
 
 def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
-    """The numbers of the rows that this process gives of every batch, for loaders that read a batch in one piece.
+    """The numbers of this process's rows in every batch, for loaders that read a batch in one piece.
 
     They are consecutive rows, the share of its replicas, if the axis "data" of the mesh crosses processes, and all rows
     if it does not.
 
     Args:
-      mesh: of the pipeline.
-      num_rows: of the batch of all processes together.
+      mesh: the mesh of the pipeline.
+      num_rows: the number of rows in the batch of all processes together.
 
     Returns:
       int `[rows]`, in order.
@@ -267,12 +267,12 @@ def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
 
 
 def check_same(facts: Mapping[str, str]) -> None:
-    """Compares what all processes must have in common, such as a configuration. Every process must call it.
+    """Compares facts that all processes must share, such as a configuration. Every process must call it.
 
     `Pipeline.init` compares what it is given; this is for the rest of a program, once, at its start.
 
     Args:
-      facts: what it is, as a message names it -> its text in this process.
+      facts: name of the fact, as a message has it -> its text in this process.
 
     Raises:
       ValueError: on every process, naming the first fact that differs and the texts of two processes.
@@ -286,10 +286,10 @@ def check_same(facts: Mapping[str, str]) -> None:
 
 
 def broadcast(value: Any) -> Any:
-    """What process 0 gives, on every process: the name of a folder, a decision, a number. Every process must call it.
+    """Returns the value of process 0 on every process: the name of a folder, a decision, a number.
 
     Args:
-      value: of process 0, such as JSON can hold; that of the others is ignored.
+      value: the value of process 0, such as JSON can hold; that of the others is ignored.
 
     Example:
       >>> broadcast({"folder": "runs/1"})
@@ -299,7 +299,7 @@ def broadcast(value: Any) -> Any:
 
 
 def stop_requested(step: int, requested: bool = False) -> bool:
-    """Whether all processes stop now. They agree on one step, without waiting for each other.
+    """Returns whether all processes stop now. They agree on one step, without waiting for each other.
 
     If one process passes `requested=True`, for example after SIGTERM, then a step or two later the function returns
     True, on every process at the same step.

@@ -1,4 +1,4 @@
-"""Meshes: which device runs which stage, replica and part of a layer."""
+"""Meshes: the device of each stage, replica and part of a layer."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ def memory_kinds(device: jax.Device) -> list[str]:
 
 
 def on_platform(platform: str) -> contextlib.AbstractContextManager:
-    """A context in which the default device of JAX has a platform, such as "cpu", so that a layer can ask for it.
+    """A context in which JAX's default device has a platform, such as "cpu"; a layer can ask for it.
 
     A platform of devices that are only described leaves the default device as it is: JAX cannot use it.
     """
@@ -50,7 +50,7 @@ def automatic(mesh: Mesh) -> Mesh:
 
 
 def with_automatic_axes(a: jax.Array) -> jax.Array:
-    """The array where it lies, without explicit axes, of which JAX wants to know how every result is split."""
+    """The array where it lies, without explicit axes. With explicit axes JAX wants the split of every result."""
     on = a.sharding
     if not isinstance(on, NamedSharding):
         return a

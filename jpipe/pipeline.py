@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 def _is_shared(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
-    """Whether all processes must make a call of a pipeline, because its mesh has devices of all of them."""
+    """Returns whether all processes must make a call of a pipeline, because its mesh has devices of all of them."""
     return pipe._settings.rows is not None
 
 
@@ -86,7 +86,7 @@ class Pipeline:
         backward) and applying the gradient, the most over the stage's microbatches; and
         `global_norm`, the norm of the gradient over all stages.
       schedule: one of `jpipe.schedules`, or a table of your own.
-      boundaries: the layer index at which each stage after the first begins, or what to balance:
+      boundaries: the layer index at which each stage after the first begins, or the costs to balance:
         "flops" as XLA counts them, "time" measured one layer at a time, or "memory" of weights,
         optimizer and activations in flight. None is "flops". The first state that the pipeline
         makes (or takes from an equal pipeline) fixes the cut.
@@ -136,7 +136,7 @@ class Pipeline:
         is then not formed before the update: k (a + b + 1) numbers accumulate it, and each microbatch of all
         replicas along "data" is one part of the batch (Huang et al., 2020). Gradients that are no product of two
         matrices, of tied weights, or smaller than their factors, are accumulated as they are. None: all are.
-      offload: a `jpipe.Offload`: what is kept in the memory of the host. None: nothing.
+      offload: a `jpipe.Offload`: the arrays that are kept in the memory of the host. None: nothing.
       device_memory: bytes that a device may use, as a number or a text such as "2GiB". What does not fit goes to host
         memory: of all choices that fit, with the compiler's temporaries, the one that moves the fewest bytes. The
         choice compiles the step up to ten times more. The first state that the pipeline makes fixes it. None: no limit.
@@ -158,7 +158,7 @@ class Pipeline:
         weights which a forward reads, such as `jpipe.optim.predicted_params`. It is called once
         after every update, with what the optimizer sees of one stage, and its result is kept beside
         the weights. `delay` is the stage's forward delay; stages with delay 0 do not call it.
-      backward_params: the same for a backward, such as `jpipe.optim.corrected_params`. `delay` is
+      backward_params: such a function for a backward, for example `jpipe.optim.corrected_params`. `delay` is
         the number of updates by which the weights of the backward are newer than those of the
         forward. Under recompute a backward runs the forward again on the weights that the backward
         reads.
@@ -308,14 +308,14 @@ class Pipeline:
         return self._program_of(self._settings.microbatch(batch))
 
     def _program_to_restore(self, batch: Any, key_impl: str, starts: Sequence[int]) -> Program:
-        """The program of a state that was saved with a cut, which is taken over if it fits."""
+        """The program of a state that was saved with a cut. The program keeps the cut if it fits."""
         fits = len(starts) == self.schedule.num_stages + 1
         fits = fits and starts[-1] == len(self.layers)
         microbatch = self._settings.microbatch(batch)
         return self._program_of(microbatch, key_impl, starts if fits else None)
 
     def _fix_cut(self, program: Program) -> None:
-        """Fixes the cut, and what is offloaded, to that of a program whose state the pipeline has made."""
+        """Fixes the cut and the offloaded arrays to those of a program whose state the pipeline has made."""
         self._starts = list(program.stages.starts)
         self._settings, self._device_memory = program.settings, None
 
@@ -362,7 +362,7 @@ class Pipeline:
         return self._programs[key]
 
     def _adopted(self, state: Any) -> PipelineState:
-        """The state as one of this pipeline, whose program is this pipeline's.
+        """Returns the state with this pipeline's program.
 
         Raises:
           ValueError: if it is no state, its arrays are gone, or another pipeline made it that is not
@@ -474,10 +474,10 @@ class Pipeline:
         it has the value that this one begins with.
 
         Args:
-          state: of the other pipeline, or of this one; not donated.
+          state: the state of the other pipeline, or of this one; not donated.
           batch: a minibatch, or abstract arrays shaped like one, if minibatches have another number of rows or another
             length from here on. None: they stay as they are.
-          optimizer: what an optimizer whose state differs is: an error ("same"), or "matching": what has the same
+          optimizer: "same": an optimizer whose state differs is an error. "matching": each leaf that has the same
             place, shape and dtype in the state of both continues, and all else is as before training. So a mask, a
             schedule or a transform may change in the middle of a training.
 
@@ -632,7 +632,7 @@ class Pipeline:
 
     @public("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
-        """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
+        """Completes the microbatches in flight, without new ones; nothing, in a synchronous schedule.
 
         The count of rounds restarts: a flushed state is a fresh one with the weights and optimizer
         state it has.
@@ -675,7 +675,7 @@ class Pipeline:
 
         Args:
           state: the training state; not donated.
-          batch: as for `step`, with a leading axis of any size.
+          batch: a batch like that of `step`, with a leading axis of any size.
 
         Returns:
           "loss", and "aux" with `has_aux`, as the loss function returns them for the whole batch.
@@ -693,7 +693,7 @@ class Pipeline:
 
         Args:
           state: the training state, which gives the mutable state of the layers; not donated.
-          key: of random draws, which are not those of `step`. None: `jax.random.key(0)`.
+          key: the key of random draws, which are not those of `step`. None: `jax.random.key(0)`.
 
         Returns:
           `(params, batch) -> loss`, with `params` as `get_params` returns them. A tied weight is read from the
@@ -720,12 +720,12 @@ class Pipeline:
 
     @public("partition")
     def partition(self, batch: Any) -> list[StageRecord]:
-        """How the layers are cut: one record per stage, for minibatches shaped like `batch`."""
+        """The cut of the layers: one record per stage, for minibatches shaped like `batch`."""
         return costs.partition(self._program(batch))
 
     @public("shards")
     def shards(self, batch: Any) -> list[ShardRecord]:
-        """What each device holds, and over which axes of the mesh it is split: one record per use.
+        """The arrays that each device holds, and the axes of the mesh over which they are split: one record per use.
 
         For minibatches shaped like `batch`. Compiles nothing.
         """
@@ -733,7 +733,7 @@ class Pipeline:
 
     @public("messages")
     def messages(self, batch: Any) -> list[MessageRecord]:
-        """What devices send: one record for each message between stages, and for the replicas of each stage.
+        """The messages of devices: one record for each message between stages, and for the replicas of each stage.
 
         For minibatches shaped like `batch`. Compiles nothing.
         """
@@ -759,7 +759,7 @@ class Pipeline:
         Args:
           batch: a minibatch, or abstract arrays.
           device: the device, as a position along the axis "stage" of the mesh.
-          profile: of this pipeline, from `Pipeline.profile`; then the axis has seconds, of devices in lockstep that
+          profile: a result of `profile` of this pipeline; then the axis has seconds, of devices in lockstep that
             have cores of their own, where messages take no time. None: it has ticks.
 
         Returns:
@@ -782,17 +782,17 @@ class Pipeline:
         min_seconds: float = 0.5,
         devices: Sequence[jax.Device] | None = None,
     ) -> "jpipe.plan.Profile":
-        """Measures what each layer takes for one microbatch: see `jpipe.plan.profile`.
+        """Measures the time of each layer for one microbatch: see `jpipe.plan.profile`.
 
         Args:
           batch: a minibatch; the layers run on its first rows. Of abstract arrays only the shapes
             are used.
           cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is
             measured.
-          num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
-          programs: what to measure, of `jpipe.plan.PROGRAMS`; None: all.
-          min_seconds: how long each program is measured for, at the least.
-          devices: where, all at once, as they share memory and cores in training; None: the mesh's
+          num_microbatches: the number of microbatches of the minibatch; None: that of the schedule.
+          programs: the programs to measure, of `jpipe.plan.PROGRAMS`; None: all.
+          min_seconds: the fewest seconds for which each program is measured.
+          devices: the devices that measure, all at once, as they share memory and cores in training; None: the mesh's
             first device alone. Of several processes the first one measures, on devices of its own.
 
         Returns:

@@ -27,12 +27,12 @@ class Reference:
     """Trains by walking a table, one cell after the other.
 
     Args:
-      layers: as for `jpipe.Pipeline`.
-      loss: as for `jpipe.Pipeline`.
-      optimizer: as for `jpipe.Pipeline`.
-      schedule: as for `jpipe.Pipeline`.
+      layers: see `jpipe.Pipeline`.
+      loss: see `jpipe.Pipeline`.
+      optimizer: see `jpipe.Pipeline`.
+      schedule: see `jpipe.Pipeline`.
       params: the weights to start from: one nested dict per layer.
-      boundaries: as for `jpipe.Pipeline`.
+      boundaries: see `jpipe.Pipeline`.
 
     Example:
       >>> import jax.numpy as jnp, jpipe

@@ -29,7 +29,7 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """Whether a mesh has devices of several processes.
+    """Returns whether a mesh has devices of several processes.
 
     In one process it has not: there the devices are described ones, to compile for, and the batch is given whole.
     """
@@ -83,7 +83,7 @@ def _names(processes: Sequence[int]) -> str:
 
 
 def is_global(a: Any) -> bool:
-    """Whether an array, or an abstract one, lies on devices of several processes."""
+    """Returns whether an array, or an abstract one, lies on devices of several processes."""
     if isinstance(a, jax.Array):
         return not a.is_fully_addressable
     sharding = getattr(a, "sharding", None)
@@ -91,10 +91,10 @@ def is_global(a: Any) -> bool:
 
 
 class BatchRows(NamedTuple):
-    """How the rows of a batch are shared among processes.
+    """The shares of processes in the rows of a batch.
 
     Attributes:
-      num_replicas: of the pipeline.
+      num_replicas: the number of replicas of the pipeline.
       held: the replicas that each process of the mesh holds devices of, one list per process.
       process: the position of this process among them.
     """
@@ -118,15 +118,15 @@ class BatchRows(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Whether processes give different rows."""
+        """True if processes give different rows."""
         return self.num_held < self.num_replicas
 
     def whole(self, num_rows: int) -> int:
-        """Rows of a batch of which a process gives so many."""
+        """The rows of a whole batch of which a process gives so many."""
         return num_rows * self.num_replicas // self.num_held
 
     def given(self, num_rows: int) -> np.ndarray:
-        """The rows that this process gives of a batch that lies in one piece.
+        """The rows that this process gives, out of a batch in one piece.
 
         Example:
           >>> BatchRows(2, [[0], [1]], process=1).given(5)
@@ -136,7 +136,7 @@ class BatchRows(NamedTuple):
         return np.concatenate([blocks[replica] for replica in self.held[self.process]])
 
     def positions(self, sizes: Sequence[int], padded: int) -> np.ndarray:
-        """Where the rows of all processes are in a batch that each of them has padded.
+        """Positions of the rows of all processes in a batch that each of them has padded.
 
         Args:
           sizes: rows that each process gives.
@@ -160,14 +160,14 @@ class BatchRows(NamedTuple):
 
 
 def assemble(rows: BatchRows, a: Any, sharding: NamedSharding) -> jax.Array:
-    """The global array whose rows the processes give; one that is global already, placed.
+    """Makes the global array whose rows the processes give; places an array that is global already.
 
     Nothing is sent: each process copies its rows to its own devices.
 
     Args:
       rows: the shares of the processes.
       a: this process's rows, or a global array.
-      sharding: how the first axis is split.
+      sharding: the split of the first axis.
     """
     if is_global(a):
         return jax.device_put(a, sharding)
@@ -229,7 +229,7 @@ def gather(values: np.ndarray) -> np.ndarray:
 
 
 def from_first(value: Any) -> Any:
-    """What process 0 gives, which JSON can hold, on every process. The others give None."""
+    """Returns on every process the value that process 0 gives, which JSON can hold. The others give None."""
     texts = gather_texts(json.dumps(value) if jax.process_index() == 0 else "")
     return json.loads(texts[0])
 

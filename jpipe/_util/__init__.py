@@ -1,1 +1,1 @@
-"""What every module may use: messages, paths, sizes, and what runs outside of a pipeline."""
+"""Tools for every module: messages, paths, sizes, and code that runs outside of a pipeline."""

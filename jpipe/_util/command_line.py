@@ -10,7 +10,7 @@ from jpipe._util.suggest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """As `argparse.ArgumentParser`, without the usage before an error. The exit status is 2.
+    """An `argparse.ArgumentParser` that prints no usage before an error. The exit status is 2.
 
     A letter stands for the option that begins with it, or that has it as its metavar: "-n" for `--microbatches N`.
     """

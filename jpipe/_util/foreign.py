@@ -102,7 +102,7 @@ def shown(value: Any) -> str:
 
 
 def shortened(message: str, most: int = 4000) -> str:
-    """A message that repeats what was given, without its middle if that was long."""
+    """The message without its middle if it repeats a long input."""
     if len(message) <= most:
         return message
     left_out = len(message) - most

@@ -5,15 +5,15 @@ import pathlib
 import re
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""What begins as an address, such as "gs://" or, once `pathlib` has read it, "gs:/"; not a drive such as "C:/"."""
+"""The begin of an address, such as "gs://" or, once `pathlib` has read it, "gs:/"; not a drive such as "C:/"."""
 
 
 def local_path(path: str | os.PathLike, name: str) -> pathlib.Path:
     """A path in a file system.
 
     Args:
-      path: as a user gave it.
-      name: of the argument, for the error.
+      path: the path that a user gave.
+      name: the name of the argument, for the error.
 
     Raises:
       ValueError: if it is an address, such as of object storage.

@@ -48,7 +48,7 @@ ARGUMENTS = {
     "precision": ("compute_dtype",),
     "max_to_keep": ("keep",),
 }
-"""Usual names of arguments; of what each stands for, a function takes the first that it has."""
+"""Usual name of an argument -> its meanings here. A function takes the first meaning that it has."""
 
 ATTRIBUTES = {
     "fit": ("step",),
@@ -66,7 +66,7 @@ ATTRIBUTES = {
     "num_microbatches": ("schedule.num_microbatches",),
     "load": ("restore",),
 }
-"""The same for attributes."""
+"""Usual name of an attribute -> its meanings here. An object takes the first meaning that it has."""
 
 
 def did_you_mean(
@@ -140,10 +140,10 @@ def missing_attribute(
     """The error for an attribute that is missing, with the nearest one.
 
     Args:
-      owner: what lacks it, in words.
-      name: of the attribute.
+      owner: the object that lacks it, in words.
+      name: the name of the attribute.
       known: the attributes that there are; those that begin with "_" are not suggested.
-      aliases: as for `did_you_mean`, beside `ATTRIBUTES`.
+      aliases: see `did_you_mean`; they come beside `ATTRIBUTES`.
     """
     hint = ""
     if not name.startswith("_"):  # libraries look for such names, in vain and often
@@ -182,7 +182,7 @@ def _with_suggestions(function: T, name: str) -> T:
 
 
 def _present(names: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> dict:
-    """Of a table of usual names, the first meaning of each that is among the known names."""
+    """The first meaning of each usual name that is among the known names."""
     known = {*known}
     meanings = {
         name: [m for m in candidates if m.split("=")[0].split(".")[0] in known] for name, candidates in names.items()

@@ -41,10 +41,10 @@ from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 
 
 class Program:
-    """What a pipeline does with minibatches of one shape.
+    """The computations of a pipeline for minibatches of one shape.
 
     Args:
-      settings: of the pipeline.
+      settings: the settings of the pipeline.
       microbatch: the abstract microbatch.
       key_impl: implementation of the random keys that layers get.
       traced: the layers, traced for this microbatch.
@@ -151,7 +151,7 @@ class Program:
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
-        """What decides the layout and the meaning of a state, by the argument that causes it.
+        """The facts that decide the layout and the meaning of a state, by the argument that causes them.
 
         A difference in an early entry may cause one in a later entry, not the other way round.
         """
@@ -202,7 +202,7 @@ class Program:
 
     @functools.cached_property
     def first_hyperparams(self) -> Mapping[str, np.ndarray]:
-        """Path in the optimizer's state -> what an injected hyperparameter begins with."""
+        """Path in the optimizer's state -> the first value of an injected hyperparameter."""
         layers = [layer.parameters for layer in self.stages.layers]
         seen = seen_by_optimizer(self.stages, range(len(layers)), layers)
         return first_values(self.settings.optimizer, seen)
@@ -230,12 +230,12 @@ class Program:
 
     @property
     def placement(self) -> Sequence[tuple[int, int]]:
-        """Device of each stage, and which of that device's stages it is."""
+        """The device of each stage, and the stage's number on that device."""
         return self.engine.lowered.placement
 
     @functools.cached_property
     def optimizer_identity(self) -> dict[str, Any]:
-        """What the optimizer's state means beside its names and shapes, see `jpipe.optim.identity`."""
+        """The meaning of the optimizer's state beside its names and shapes, see `jpipe.optim.identity`."""
         parameters = [layer.parameters for layer in self.traced.layers]
         return identity(self.settings.optimizer, parameters)
 
@@ -246,7 +246,7 @@ class Program:
         return PipelineState(**layout.global_shapes(layout.groups), program=self)
 
     def place_state(self, state: PipelineState) -> PipelineState:
-        """The state as one of this program, its arrays moved where they belong if they are elsewhere."""
+        """The state of this program. Moves the arrays if they are elsewhere."""
         state = dataclasses.replace(state, program=self)
         want = self.abstract_state.round.sharding
         array = state.round
@@ -270,14 +270,14 @@ class Program:
         return self._restore(state, *outputs)
 
     def _given(self, batch: Any) -> _watchdog.Batch | None:
-        """What this process gives to a step, as the watchdog compares it; None without a watchdog."""
+        """The record of this process's share of a step, for the watchdog to compare; None without a watchdog."""
         if self.settings.rows is None or _watchdog.running is None:
             return None
         return _watchdog.Batch(self._share, sampled_checksum(batch))
 
     @functools.cached_property
     def _share(self) -> str:
-        """Names the rows of every batch that this process gives: equal in processes that give the same rows."""
+        """Names this process's rows of every batch. Processes that give the same rows have the same name."""
         rows = self.settings.rows
         assert rows is not None
         held = repr((rows.held, rows.held[rows.process]))
@@ -297,7 +297,7 @@ class Program:
         return self.engine.place_rows()
 
     def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
-        """What `flush` returns where nothing was in flight."""
+        """The metrics that `flush` returns where nothing was in flight."""
         loss = self.traced.loss
 
         def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -381,7 +381,7 @@ class Program:
         return traffic.counts(self.engine, self.settings.communication.compress_messages, kept)
 
     def _metrics(self, totals: dict) -> dict:
-        """What `step` returns, from sums over the microbatches of all replicas that finished.
+        """The metrics of `step`, from sums over the microbatches of all replicas that finished.
 
         Where none finished, a mean is 0 / 0, which is NaN.
         """
@@ -470,7 +470,7 @@ def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
 
 
 def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:
-    """Checks that hooks and the transforms whose state they read come together."""
+    """Checks that hooks come with the transforms whose state they read, and the other way round."""
     if not settings.hooks and settings.schedule.synchronous:
         return  # no delays: in a synchronous warm-up all passes read the newest weights
     parameters = [layer.parameters for layer in traced.layers]

@@ -1,4 +1,4 @@
-"""How the minibatches of a pipeline are cut into microbatches, filled up, and placed on its devices."""
+"""Cuts the minibatches of a pipeline into microbatches, fills them up, and places them on its devices."""
 
 import dataclasses
 import itertools

@@ -28,13 +28,13 @@ from jpipe.schedules import forward_only
 
 
 class Predictor:
-    """What a pipeline computes from the newest weights of a training, for batches of any size.
+    """Computes predictions and evaluations from the newest weights of a training, for batches of any size.
 
     Args:
-      settings: of the pipeline.
+      settings: the settings of the pipeline.
       training: the pass that trains the weights.
       traced: the layers, traced for training.
-      compiler_options: of XLA.
+      compiler_options: options of XLA.
     """
 
     def __init__(

@@ -90,10 +90,10 @@ class Phase:
     """A context that tells the watchdog what this process does. See `jpipe.distributed.phase`.
 
     Args:
-      name: for messages.
+      name: the name of the phase, for messages.
       limit: seconds that it may take; None: as long as a step.
       together: whether all processes do this, in the same order.
-      batch: what this process gives to it; None: nothing that is compared.
+      batch: the share that this process gives to it; None: nothing that is compared.
     """
 
     __slots__ = ("_batch", "_limit", "_name", "_together", "_watchdog")
@@ -123,7 +123,7 @@ class Phase:
 
 
 class SharedCall:
-    """A context in which all processes give values to each other, in another call or as a call of its own."""
+    """A context in which all processes exchange values, in another call or as a call of its own."""
 
     def __enter__(self) -> None:
         self._watchdog = running
@@ -141,7 +141,7 @@ def watched(
     """A decorator: a call of the function is a long phase.
 
     Args:
-      name: of the phase.
+      name: the name of the phase.
       together: `(*args, **kwargs) -> ` whether all processes make this call, in the same order.
     """
 

@@ -1,4 +1,4 @@
-"""The calls that all processes make together, and how process 0 sees that they are not the same.
+"""The calls that all processes make together, and the test by which process 0 sees that they differ.
 
 Every process counts its calls, and keeps a checksum over the names of all calls so far, and one over the batches of all
 steps. Process 0 asks for both after as many calls as the slowest process has made. A step that is left out moves all
@@ -19,7 +19,7 @@ class Batch(NamedTuple):
 
     Attributes:
       share: names the share of every batch that this process gives. Processes of equal shares give equal rows.
-      checksum: of the rows.
+      checksum: the checksum of the rows.
     """
 
     share: str
@@ -75,14 +75,15 @@ _RULE = "Every process must make the same calls in the same order, also where on
 
 
 def next_to_ask(last: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The call that all processes have made, as far as their last lines say; None while they answer for another one."""
+    """The newest call of all processes, by their last lines; None while they answer for another one."""
     if len({line["calls"]["asked"] for line in last.values()}) > 1:
         return None
     return min(line["calls"]["number"] for line in last.values())
 
 
 def difference(last: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The difference of the calls of the processes in words; None if they agree as far as they can be compared.
+    """Describes the difference of the calls of the processes in words; None if they agree as far as they can be
+    compared.
 
     Args:
       last: process -> its last line.
@@ -125,7 +126,7 @@ def _unlike(odd: list[int], among: Mapping[int, Any], verb: str, noun: str) -> s
 
 
 def _odd(values: Mapping[int, Hashable]) -> list[int]:
-    """The processes whose value is not that of most; all of them if there is no such value."""
+    """The processes whose value differs from that of most; all of them if there is no such value."""
     counts = collections.Counter(values.values()).most_common(2)
     if len(counts) < 2:
         return []

@@ -20,7 +20,7 @@ class Line:
         self.closed = False
 
     def send(self, value: Any) -> None:
-        """Sends a value, as far as the connection takes it now. The rest goes with the next one."""
+        """Sends as much of a value as the connection takes now. The rest goes with the next one."""
         self._unsent += json.dumps(value).encode() + b"\n"
         try:
             while self._unsent:
@@ -66,7 +66,7 @@ class Lines(dict[int, Line]):
 
 
 def listen(host: str | None = None) -> tuple[socket.socket, dict]:
-    """A socket of process 0, and what the others need to connect to it.
+    """Returns a socket of process 0, and the address and token that the others need to connect to it.
 
     Args:
       host: a name or address of this machine that the others reach. None, or one that is none of this machine's, such
@@ -121,7 +121,7 @@ def _reachable_names(host: str | None) -> list[str]:
 
 
 _HELLO_SECONDS = 5.0
-"""Until a connection has said who it is."""
+"""Time limit for a connection to say who it is."""
 _HELLO_BYTES = 1000
 
 

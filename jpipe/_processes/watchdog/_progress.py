@@ -19,7 +19,7 @@ class Beats:
 
     Attributes:
       left: whether the program has ended well.
-      calls: those that all processes make together.
+      calls: the calls that all processes make together.
     """
 
     def __init__(self, limit: float):
@@ -47,7 +47,7 @@ class Beats:
         self._progress = time.monotonic()
 
     def enter_call(self, name: str, batch: Batch | None = None) -> None:
-        """A call begins that all processes make together; in another one it is a part of that."""
+        """Notes the begin of a call that all processes make together. Inside another call it is a part of that."""
         if not self._num_calls:
             self.calls.note(name, self._started, batch)
         self._num_calls += 1
@@ -106,7 +106,7 @@ class Beats:
         }
 
     def _complete(self, now: float) -> None:
-        """Notes what the devices have completed. The steps since the last look share its time."""
+        """Notes the steps that the devices have completed. The steps since the last look share its time."""
         since, steps = self._last_completion, 0
         while self._pending and _is_ready(self._pending[0].output):
             done = self._pending.popleft()
@@ -134,7 +134,7 @@ class Beats:
 
 
 def _is_ready(output: Any) -> bool:
-    """Whether the devices have completed an output; one that was deleted does not tell."""
+    """Returns whether the devices have completed an output. The answer is False for an output that was deleted."""
     try:
         return output.is_ready()
     except RuntimeError:
@@ -175,7 +175,7 @@ def stuck_processes(last: dict[int, dict]) -> list[int]:
 
 
 def culprits(last: dict[int, dict]) -> list[int]:
-    """The processes that the others wait for: those that wait for none, or else those that are behind."""
+    """The processes that the others wait for: processes that wait for none, or else those that are behind."""
     working = [p for p, line in last.items() if not line["waits"]]
     if working:
         return sorted(working)

@@ -34,13 +34,13 @@ class Stop:
             return accepted
 
     def decide(self, step: int) -> None:
-        """It is decided."""
+        """Notes that the vote is decided."""
         with self._changed:
             self.at = step
             self._changed.notify_all()
 
     def reached(self, step: int) -> bool:
-        """Whether to stop at a step. Waits while that is open."""
+        """Returns whether to stop at a step. Waits while that is open."""
         with self._changed:
             while self.at is None and self._proposed is not None and step >= self._proposed:
                 self._changed.wait(1.0)
@@ -54,9 +54,9 @@ class Vote:
     """Proposes steps, in process 0, until all processes accept one.
 
     Args:
-      stop: of process 0.
+      stop: the `Stop` of process 0.
       send: sends a value to all other processes.
-      num_processes: how many processes have to accept.
+      num_processes: the number of processes that have to accept.
     """
 
     def __init__(self, stop: Stop, send: Callable[[dict[str, Any]], None], num_processes: int):
@@ -75,7 +75,7 @@ class Vote:
             self._propose(1)
 
     def reply(self, process: int, value: Mapping[str, Any]) -> None:
-        """Notes what a process answers to a proposal."""
+        """Notes the answer of a process to a proposal."""
         if value["step"] != self._proposal:
             return
         self._replies[process] = value["accepted"]

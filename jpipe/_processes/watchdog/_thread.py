@@ -105,7 +105,7 @@ class Watchdog:
             self._wake()
 
     def stop_reached(self, step: int, requested: bool) -> bool:
-        """Whether all processes stop at a step, see `jpipe.distributed.stop_requested`."""
+        """Returns whether all processes stop at a step, see `jpipe.distributed.stop_requested`."""
         if requested and not self.stop.wanted:
             self.stop.wanted = True
             self._wake()
@@ -140,7 +140,7 @@ class Watchdog:
         _exit(code)
 
     def finish(self) -> None:
-        """At the end of the program: waits until all have come here."""
+        """Waits at the end of the program until all processes have come here."""
         if os.getpid() == self._pid:
             self.beats.end()
             self._wake()
@@ -189,7 +189,7 @@ class Watchdog:
                 self._beat(now)
 
     def _receive(self, p: int, now: float) -> bool:
-        """Reads what a process has sent. Whether it says that all have ended well."""
+        """Reads the messages of a process. Returns whether it says that all have ended well."""
         line = self._lines[p]
         for value in line.receive():
             self._heard[p] = now
@@ -218,7 +218,7 @@ class Watchdog:
         return False
 
     def _beat(self, now: float) -> None:
-        """Says what this process does, and looks whether the others are well."""
+        """Tells the others what this process does, and looks whether they are well."""
         line = self.beats.look()
         line |= {"asked": self.stop.asked, "wants stop": self.stop.wanted}
         self._last[self.process] = line
@@ -271,7 +271,7 @@ class Watchdog:
         return f"It was last seen {now - self._heard[p]:.1f} s ago in: {last['text']}."
 
     def _all_left(self) -> bool:
-        """Whether all have ended well, as process 0 sees it. They are told."""
+        """Returns whether all have ended well, as process 0 sees it. Tells them."""
         if self.process or len(self._last) <= len(self._lines):
             return False
         if not all(last["left"] for last in self._last.values()):
@@ -331,7 +331,7 @@ def _write(text: str) -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """Ends the process at once, with what it has printed."""
+    """Ends the process at once. Its prints stay."""
 
     def flush() -> None:
         with contextlib.suppress(Exception):
