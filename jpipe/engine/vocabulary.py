@@ -176,20 +176,18 @@ def _weights(
 ) -> list[jax.Array]:
     """What the layer reads of its parameters: this device's part, or the whole."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
-    places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
-    parts = packing.read_all(arrays, places, [lane.row])
-    parts = gathered_along_fsdp(places, parts, device.spec.numbers.compute_dtype)
+    parts = packing.read_all(arrays, layer.places, [lane.row])
+    parts = gathered_along_fsdp(layer.places, parts, device.spec.numbers.compute_dtype)
     return [part if leaf.is_split else whole_of(leaf, part) for leaf, part in zip(layer.leaves, parts, strict=True)]
 
 
 def _add_gradients(device: TrainingDevice, layer: VocabularyLayer, gradients: Packed, values: Sequence) -> Packed:
     """Adds the gradients of what the layer has read to this device's accumulators."""
-    places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = [
         value if leaf.is_split else part_of(device, leaf, value)
         for leaf, value in zip(layer.leaves, values, strict=True)
     ]
-    return packing.add_all(gradients, places, [_COLUMN], gathered_along_fsdp(places, parts))
+    return packing.add_all(gradients, layer.places, [_COLUMN], gathered_along_fsdp(layer.places, parts))
 
 
 # -- Forwards

@@ -355,7 +355,7 @@ def make_updates(
     on_stages = [flat_of(tree, where=f"stage {s} by itself") for s, tree in enumerate(trees)]
     units = [
         flat_of(
-            seen_by_optimizer(stages, [layer.index for layer in unit.layers], parameters),
+            seen_by_optimizer(stages, unit.indices, parameters),
             where=f"the {unit.name} by itself",
         )
         for unit in stages.vocabulary.units
@@ -462,8 +462,7 @@ def _unit_update(
       flat: the same on the layers of the unit.
       hooks: as in `make_updates`.
     """
-    layers = [layer.index for layer in unit.layers]
-    tree = seen_by_optimizer(stages, layers, [layer.parameters for layer in stages.layers])
+    tree = seen_by_optimizer(stages, unit.indices, [layer.parameters for layer in stages.layers])
     check_state_dtypes(flat)
     flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()}
     stored = unit.stored()

@@ -89,6 +89,7 @@ class VocabularyLayer:
       leaves: its parameters.
       compute_dtype: as in `Pipeline`.
       key_impl: implementation of its random key.
+      places: where a device's part of each parameter is, in the packing of its `Unit`; tied leaves have one place.
     """
 
     index: int
@@ -96,6 +97,7 @@ class VocabularyLayer:
     leaves: tuple[PartedLeaf, ...]
     compute_dtype: Any
     key_impl: Any
+    places: tuple[Place, ...] = ()
 
     def outputs(self, parameters: Sequence, key_data: Any, inputs: Any, train: bool) -> Any:
         """The layer's outputs, on every device.
@@ -139,7 +141,6 @@ class Unit(NamedTuple):
       layers: the layers.
       packing: how a device's parts are packed, in arrays of their own.
       sums: the same for the sums of their gradients, which have the same places.
-      places: layer -> place of each of its leaves; tied leaves have one place.
     """
 
     name: str
@@ -147,21 +148,20 @@ class Unit(NamedTuple):
     layers: tuple[VocabularyLayer, ...]
     packing: Packing
     sums: Packing
-    places: Mapping[int, tuple[Place, ...]]
 
     def stored(self) -> dict[Place, PartedLeaf]:
         """The place of each leaf that is stored, once for tied leaves, and the leaf."""
-        leaves = self.leaf_of()
-        return {self.places[i][j]: leaf for (i, j), leaf in leaves.items()}
+        return {place: leaf for layer in self.layers for place, leaf in zip(layer.places, layer.leaves, strict=True)}
 
     @property
     def update(self) -> str:
         """Name of its update among the operations of a table."""
         return f"update_{self.name}"
 
-    def leaf_of(self) -> dict[tuple[int, int], PartedLeaf]:
-        """`(layer, leaf)` -> the leaf, of all its layers."""
-        return {(layer.index, j): leaf for layer in self.layers for j, leaf in enumerate(layer.leaves)}
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The numbers of its layers in the model."""
+        return tuple(layer.index for layer in self.layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +218,6 @@ class Vocabulary:
         """The same layers, whose gradients are summed as `sums` says."""
         units = tuple(unit._replace(sums=sums.packing_of(unit.packing)) for unit in self.units)
         return dataclasses.replace(self, units=units)
-
-    def unit_of(self, layer: VocabularyLayer) -> Unit:
-        """The unit of one of its layers."""
-        return next(unit for unit in self.units if layer.index in unit.places)
 
     def embedding_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
         """The embedding's outputs for a list of its inputs, equal on all devices."""
@@ -320,7 +316,9 @@ def find(
             "`strategy` "
             "out, or leave the axis out of the parameter's partition."
         )
-    embedding, head = found.get(0), found.get(len(layers) - 1)
+    units = tuple(_units(found, ties, num_stages))
+    placed = {layer.index: layer for unit in units for layer in unit.layers}
+    embedding, head = placed.get(0), placed.get(len(layers) - 1)
     head_inputs: Any = None
     head_reads: tuple[bool, ...] = ()
     if head is not None:
@@ -332,7 +330,7 @@ def find(
     return Vocabulary(
         embedding,
         head,
-        tuple(_units(found, ties, num_stages)),
+        units,
         loss,
         _output_dtype(layers, compute_dtype),
         () if embedding is None else tuple(traced.outputs[0]),
@@ -477,9 +475,14 @@ def _units(
         packing = Packing.of([[Leaf(leaf.part, spec=leaf.spec) for leaf in leaves]])
         packing = packing.named(name)
         place_of = dict(zip(owners, packing.places[0], strict=True))
-        places = {i: tuple(place_of[owner_of.get((i, j), (i, j))] for j in range(len(found[i].leaves))) for i in group}
+        placed = [
+            dataclasses.replace(
+                found[i], places=tuple(place_of[owner_of.get((i, j), (i, j))] for j in range(len(found[i].leaves)))
+            )
+            for i in group
+        ]
         home = 0 if is_embedding else num_stages - 1
-        yield Unit(name, home, tuple(found[i] for i in group), packing, packing, places)
+        yield Unit(name, home, tuple(placed), packing, packing)
 
 
 # -- Checks of the table

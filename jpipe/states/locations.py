@@ -280,9 +280,9 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
     versions = [[d * V + version for d in range(D)] for version in order]
     update, _, parted_state = engine.updates.of_units[number]
     states = [[r * D + d for d in range(D)] for r in range(num_states)]
-    paths = optimizer_paths(program, tuple(unit.places))
+    paths = optimizer_paths(program, unit.indices)
     return Owner(
-        layers=tuple(unit.places),
+        layers=unit.indices,
         home=unit.home,
         devices=tuple(range(D)),
         update=update,
@@ -290,7 +290,7 @@ def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
             "parameters": {
                 layer.index: [
                     stored("parameters", place, leaf, versions)
-                    for place, leaf in zip(unit.places[layer.index], layer.leaves, strict=True)
+                    for place, leaf in zip(layer.places, layer.leaves, strict=True)
                 ]
                 for layer in unit.layers
             }
@@ -430,7 +430,7 @@ def _path(layer: int, path: tuple) -> str:
 def layers_together(stages: Stages) -> list[tuple[int, ...]]:
     """The layers of each stage, and of each unit of vocabulary layers."""
     stage_layers = [tuple(stages.layers_of(s)) for s in range(stages.num_stages)]
-    return stage_layers + [tuple(unit.places) for unit in stages.vocabulary.units]
+    return stage_layers + [unit.indices for unit in stages.vocabulary.units]
 
 
 def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
