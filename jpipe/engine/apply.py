@@ -24,7 +24,7 @@ from jpipe.engine.shares import (
     write_turn,
 )
 from jpipe.engine.sums import factors_in
-from jpipe.engine.units import part_of, row_of, unit_of, whole_of
+from jpipe.engine.vocabulary import part_of, whole_of
 from jpipe.gradients.sums import FACTORS
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
@@ -107,7 +107,7 @@ class Apply:
             else:
                 updated, num_done = lax.fori_loop(first, end, run, (updated, num_done))
         skipped = arrays.skipped
-        if unit_of(self.device, self.scalars) is None:  # a unit skips with its home
+        if self.scalars.is_of_column:  # a unit skips with its home
             skips = (self.now & self.skip).astype(jnp.int32)
             skipped = skipped.at[self.scalars.chunk].add(skips)
         return arrays.replace(
@@ -157,7 +157,7 @@ class Apply:
           updated: what all turns have updated; None: the turns need no barrier.
           num_done: int32 `[]`, turns that are done.
         """
-        row = row_of(self.device, self.scalars)
+        row = self.scalars.chunk
         lead = self.device.lead("gradients", row)
         own = {name: gradients[name] for name in self.merged.gradient_arrays}
         if self.device.spec.lowered.target.loops_in_branches:
@@ -325,7 +325,7 @@ class _Turn(NamedTuple):
         """Leading index of a leaf in its packed arrays; `row` is that of weights."""
         device, group = self.update.device, "parameters"
         if slots.arrays in ("gradients", FACTORS, "optimizer_state"):
-            row = row_of(device, self.update.scalars)
+            row = self.update.scalars.chunk
             group = "gradients" if slots.arrays == FACTORS else slots.arrays
         return device.lead(group, row)
 

@@ -26,7 +26,6 @@ from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.copies import Ring
 from jpipe.engine.shares import each_stage
-from jpipe.engine.units import row_of
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.gradient_groups import GradientGroup
@@ -73,7 +72,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       device: the device.
-      chunk: int32 `[]`, the column; 0 for a unit of vocabulary layers.
+      chunk: int32 `[]`, see `LaneScalars.chunk`.
       replicas: of its stage.
       scale: `[]`, the loss scale of the gradients, or None.
     """
@@ -174,8 +173,7 @@ def exchange_over_data(
       arrays: hold `EXCHANGE_WRITES`.
     """
     replicas = Replicas(device.spec.num_replicas)
-    row = row_of(device, lane)
-    exchange = Exchange(device, row, replicas, device.loss_scale(arrays))
+    exchange = Exchange(device, lane.chunk, replicas, device.loss_scale(arrays))
     gradients, compression = exchange.run(program, arrays.gradients, arrays.gradient_compression, num_updates)
     return arrays.replace(gradients=gradients, gradient_compression=compression)
 

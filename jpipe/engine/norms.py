@@ -1,6 +1,5 @@
 """Norms of gradients over all stages, and which updates are skipped."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +11,12 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
+from jpipe.engine.lanes import for_each_lane, gradients_of
 from jpipe.engine.reductions import Reduction
 from jpipe.engine.sums import squares_of
-from jpipe.engine.units import for_each_lane, gradients_of
 from jpipe.layers.avals import squares as squared
 from jpipe.lowering.norms import NormTable
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.scalars import UPDATE, LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 
 
@@ -106,11 +105,11 @@ def gradient_norms(
     arrays: TickArrays,
 ) -> tuple[TickArrays, Norms]:
     """The norms, and arrays with the squared norms and the loss scale after this update."""
-    device, scalars, units = reduction.device, reduction.scalars, reduction.units
+    device, scalars = reduction.device, reduction.scalars
     spec = device.spec
     num_chunks = spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    squares = _squares(device, scalars, units, arrays)
+    squares = _squares(device, scalars, arrays)
     squares = reduction.squares_of_all(squares, arrays.gradients)
 
     def version_of(lane: LaneScalars, version: jax.Array) -> jax.Array:
@@ -118,10 +117,11 @@ def gradient_norms(
         return jnp.where(updates, lane.absolute_version, version)
 
     version = jnp.full(num_chunks, -1, jnp.int32)
-    version = for_each_lane(device, scalars, version_of, version)
+    version = for_each_lane(device, scalars, version_of, version, [UPDATE])
+    units = [scalars.lane(name, 0) for name in spec.updates.together]
     if units:
-        of_units = [jnp.where(u.program >= 0, u.absolute_version, -1) for u in units]
-        version = jnp.concatenate([version, jnp.stack(of_units)])
+        unit_versions = [jnp.where(u.program >= 0, u.absolute_version, -1) for u in units]
+        version = jnp.concatenate([version, jnp.stack(unit_versions)])
     depth = arrays.squared_norm.shape[0]
     rows = np.arange(depth, dtype=np.int32)[:, None]
     now = (rows == jnp.mod(version, depth)[None]) & (version >= 0)[None]
@@ -152,30 +152,29 @@ def gradient_norms(
 def _squares(
     device: TrainingDevice,
     scalars: TickScalars,
-    units: Sequence[LaneScalars],
     arrays: TickArrays,
 ) -> jax.Array:
-    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column and no unit
-    updates.
-    """
+    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if nothing updates."""
     dtype, num_chunks = device.spec.updates.norm_dtype, device.spec.lowered.num_chunks
     rows, chunks = device.spec.array_rows["gradients"], jnp.arange(num_chunks)
     lead = device.lead("gradients", chunks)
 
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
-        total = jnp.zeros(num_chunks, dtype)
-        for name, a in {**sigmas, **gradients_of(device, None, gradients)}.items():
-            of_rows = of_each_row(a)
-            if name in rows.tables:
-                (row,) = lead(name)
-                is_used = device.uses("gradients", name, chunks)
-                of_rows = jnp.where(is_used, of_rows[row], 0)
-            total += of_rows
-        totals = [total]
-        for number in range(len(units)):
-            part = gradients_of(device, number, gradients)
-            totals.append(sum(map(of_each_row, part.values()), jnp.zeros(1, dtype)))
+        totals = []
+        for operation in device.spec.updates.by_operation:
+            own = gradients_of(device, operation, gradients)
+            if operation == UPDATE:
+                own = {**sigmas, **own}
+            total = jnp.zeros(num_chunks if operation == UPDATE else 1, dtype)
+            for name, a in own.items():
+                of_rows = of_each_row(a)
+                if name in rows.tables:
+                    (row,) = lead(name)
+                    is_used = device.uses("gradients", name, chunks)
+                    of_rows = jnp.where(is_used, of_rows[row], 0)
+                total += of_rows
+            totals.append(total)
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
 
     def of_each_row(a: jax.Array) -> jax.Array:
@@ -192,8 +191,6 @@ def _squares(
         return now | (lane.program >= 0)
 
     now = for_each_lane(device, scalars, updates, jnp.bool_(False))
-    for unit in units:
-        now = updates(unit, now)
     return guarded(device.spec.lowered.target, now, squares, before, read)
 
 

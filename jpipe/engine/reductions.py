@@ -10,7 +10,6 @@ Replicas are those along "data", and the copies of a stage. Parts of vocabulary 
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TypeVar
 
 import jax
@@ -27,6 +26,7 @@ from jpipe.engine.gradients import (
     exchange_over_data,
 )
 from jpipe.engine.guard import guarded
+from jpipe.engine.lanes import for_each_lane, gradients_of, run_lanes
 from jpipe.engine.shares import (
     gather_over_copies,
     rank_of,
@@ -35,9 +35,8 @@ from jpipe.engine.shares import (
     scatter_over_data,
 )
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import for_each_lane, own_gradients, row_of, run_lanes
 from jpipe.layers.avals import squares as squared
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.scalars import UPDATE, LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.optimizer import StageUpdate
 
@@ -51,12 +50,10 @@ class Reduction(abc.ABC):
     Attributes:
       device: the device.
       scalars: of the tick.
-      units: the lanes of the units of vocabulary layers.
     """
 
     device: TrainingDevice
     scalars: TickScalars
-    units: Sequence[LaneScalars]
 
     @abc.abstractmethod
     def reduce(self, arrays: TickArrays) -> TickArrays:
@@ -78,14 +75,14 @@ class Reduction(abc.ABC):
         return arrays
 
 
-def reduction_of(device: TrainingDevice, scalars: TickScalars, units: Sequence[LaneScalars]) -> Reduction:
+def reduction_of(device: TrainingDevice, scalars: TickScalars) -> Reduction:
     """The reduction of a pass; arguments as of `Reduction`."""
     kind: type[Reduction] = MeanReduction
     if device.spec.communication.compress_gradients is not None:
         kind = CompressedReduction
     elif device.spec.shares_updates:
         kind = SharedReduction
-    return kind(device, scalars, units)
+    return kind(device, scalars)
 
 
 class MeanReduction(Reduction):
@@ -97,8 +94,6 @@ class MeanReduction(Reduction):
         if spec.num_replicas > 1:
             mean = functools.partial(_mean_over_replicas, device)
             arrays = for_each_lane(device, self.scalars, mean, arrays)
-            for unit in self.units:
-                arrays = mean(unit, arrays)
         if spec.schedule.has_copies:
             gradients = sum_over_copies(device, self.scalars, "update", arrays.gradients)
             arrays = arrays.replace(gradients=gradients)
@@ -112,8 +107,8 @@ class SharedReduction(Reduction):
         """See `Reduction`. A replica has zeros outside of its share."""
         device, spec = self.device, self.device.spec
         if spec.num_replicas > 1:
-            for unit in self.units:
-                arrays = _mean_over_replicas(device, unit, arrays)
+            mean = functools.partial(_mean_over_replicas, device)
+            arrays = for_each_lane(device, self.scalars, mean, arrays, spec.updates.together)
         if spec.schedule.has_copies:
             gradients = scatter_over_copies(device, self.scalars, arrays.gradients)
             arrays = arrays.replace(gradients=gradients)
@@ -127,7 +122,7 @@ class SharedReduction(Reduction):
             gradients = scatter_over_data(device, program, lane, arrays.gradients, num_updates)
             return arrays.replace(gradients=gradients)
 
-        return run_lanes(device, self.scalars, "scatter", ("gradients",), scatter, arrays)
+        return run_lanes(device, self.scalars, "scatter", ("gradients",), scatter, arrays, [UPDATE])
 
     @property
     def every_copy_counts(self) -> bool:
@@ -151,7 +146,7 @@ class SharedReduction(Reduction):
                     squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
             return squares
 
-        squares = for_each_lane(self.device, self.scalars, of_lane, squares)
+        squares = for_each_lane(self.device, self.scalars, of_lane, squares, [UPDATE])
         if self.device.spec.num_replicas == 1:
             return squares
         num_chunks = self.device.spec.lowered.num_chunks
@@ -178,15 +173,7 @@ class CompressedReduction(Reduction):
         if self.device.spec.schedule.has_copies:
             return exchange_over_copies(self.device, self.scalars, arrays)
         exchange = functools.partial(exchange_over_data, self.device)
-        return run_lanes(
-            self.device,
-            self.scalars,
-            "exchange",
-            EXCHANGE_WRITES,
-            exchange,
-            arrays,
-            self.units,
-        )
+        return run_lanes(self.device, self.scalars, "exchange", EXCHANGE_WRITES, exchange, arrays)
 
 
 def _mean_over_replicas(device: TrainingDevice, lane: LaneScalars, arrays: Record) -> Record:
@@ -218,7 +205,7 @@ def _mean_over_replicas(device: TrainingDevice, lane: LaneScalars, arrays: Recor
         device.spec.lowered.target,
         lane.program >= 0,
         mean,
-        own_gradients(device, lane, arrays.gradients),
-        row_of(device, lane),
+        gradients_of(device, lane.operation, arrays.gradients),
+        lane.chunk,
     )
     return arrays.replace(gradients={**arrays.gradients, **gradients})

@@ -15,14 +15,10 @@ import numpy as np
 from jpipe.engine.apply import Apply, apply_writes
 from jpipe.engine.arrays import TickArrays, Written
 from jpipe.engine.context import TrainingDevice
+from jpipe.engine.lanes import for_each_lane, run_program
 from jpipe.engine.norms import gradient_norms
 from jpipe.engine.reductions import reduction_of
 from jpipe.engine.ties import copy_tied_weights, sum_tied_gradients
-from jpipe.engine.units import (
-    for_each_lane,
-    merged_of,
-    run_program,
-)
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.stage_update import MergedUpdate, merge_updates
@@ -60,10 +56,9 @@ def update(
       arrays: all arrays that an update reads or writes.
     """
     spec = device.spec
-    units = [scalars.lane(unit.update, 0) for unit in spec.stages.vocabulary.units]
     for copies in spec.ties:
         arrays = sum_tied_gradients(device, copies, arrays)
-    reduction = reduction_of(device, scalars, units)
+    reduction = reduction_of(device, scalars)
     arrays = reduction.reduce(arrays)
     arrays, norms = gradient_norms(reduction, updates, arrays)
 
@@ -89,7 +84,7 @@ def update(
             return of_column.run(arrays)
 
         if spec.lowered.target.loops_in_branches:
-            for merged in merged_of(device, lane):
+            for merged in spec.updates.merged[lane.operation]:
                 now, position = _position_of(lane.program, merged.numbers)
                 arrays = apply(merged, position, now, arrays)
             return arrays
@@ -102,8 +97,6 @@ def update(
         return run_program(device, lane, "apply", writes, apply_alone, arrays)
 
     arrays = for_each_lane(device, scalars, apply_lane, arrays)
-    for unit in units:
-        arrays = apply_lane(unit, arrays)
     arrays = reduction.spread(arrays)
     for copies in spec.ties:
         arrays = copy_tied_weights(device, copies, arrays)

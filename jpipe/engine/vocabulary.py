@@ -33,12 +33,11 @@ from jpipe.engine.operations import (
 )
 from jpipe.engine.stage_layers import gathered_along_fsdp
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import part_of, whole_of
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.rings import HEAD_GRADIENT
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
-from jpipe.stages.vocabulary import VocabularyLayer
+from jpipe.stages.vocabulary import PartedLeaf, VocabularyLayer
 
 _COLUMN = 0
 """A device has one part of a vocabulary layer, whatever the number of its stages."""
@@ -162,6 +161,23 @@ def _run(
 
 def _device_of(device: Device, stage: int) -> int:
     return device.spec.lowered.placement[stage][0]
+
+
+# -- Parts
+
+
+def whole_of(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
+    """The whole of a leaf, from the parts of all devices. All devices call this."""
+    part = packing.split_as((None,) * len(leaf.spec), part)
+    whole = lax.all_gather(part, STAGE, axis=leaf.dim, tiled=True)
+    return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
+
+
+def part_of(device: TrainingDevice, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
+    """This device's part of a leaf."""
+    padded = jnp.pad(whole, leaf.padding())
+    start = device.position * leaf.num_rows
+    return lax.dynamic_slice_in_dim(padded, start, leaf.num_rows, leaf.dim)
 
 
 # -- Weights and their gradients

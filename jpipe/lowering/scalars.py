@@ -22,7 +22,10 @@ from jax import lax
 from jpipe.lowering.lower import Lowered, Operations
 from jpipe.lowering.versions import VersionRows
 
-OF_COLUMNS = ("forward", "backward", "weight_grad", "update", "commit")
+UPDATE = "update"
+"""The operation that updates a column. Those of vocabulary layers have names that begin with it."""
+
+OF_COLUMNS = ("forward", "backward", "weight_grad", UPDATE, "commit")
 """The operations on columns of the table. Others are on layers that all devices run together."""
 
 _LEAST = np.iinfo(np.int32).min
@@ -276,9 +279,16 @@ class LaneScalars:
         return self._get("stage")
 
     @property
+    def is_of_column(self) -> bool:
+        """Whether it runs a column of the table, and not layers that all devices run together."""
+        return self.operation in OF_COLUMNS
+
+    @property
     def chunk(self) -> jax.Array:
-        """Position of the stage's column among the device's columns."""
-        return self._get("chunk")
+        """Position of the stage's column among the device's columns; 0 for layers that all devices run together, which
+        have arrays of their own.
+        """
+        return self._get("chunk") if self.is_of_column else jnp.int32(0)
 
     @property
     def microbatch(self) -> jax.Array:

@@ -11,6 +11,7 @@ share it.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import optax
 from jpipe.gradients.sums import FACTORS, PlacedSum
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
+from jpipe.lowering.scalars import UPDATE
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.cut import Stages, Vectors, devices_of_owners
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
@@ -88,7 +90,8 @@ class StageUpdates:
     """The updates of all stages.
 
     Attributes:
-      programs: distinct updates.
+      by_operation: name of an operation of the table that updates -> the distinct updates of which a lane runs one:
+        "update" -> those of stages, and for each unit of vocabulary layers its operation -> its update.
       program_of_stage: `[S]`, position in `programs`.
       state: how the optimizer's state is packed, one owner for each program and share.
       norm_dtype: dtype of the gradient's norm, at least float32.
@@ -96,7 +99,7 @@ class StageUpdates:
       reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
     """
 
-    programs: Sequence[StageUpdate]
+    by_operation: Mapping[str, Sequence[StageUpdate]]
     program_of_stage: Sequence[int]
     state: Packing
     norm_dtype: np.dtype
@@ -104,14 +107,28 @@ class StageUpdates:
     reads_stale: bool = False
 
     @property
+    def programs(self) -> Sequence[StageUpdate]:
+        """The distinct updates of stages."""
+        return self.by_operation[UPDATE]
+
+    @property
     def of_all(self) -> list[StageUpdate]:
         """The distinct updates of stages, then those of units."""
-        return [*self.programs, *(unit.update for unit in self.of_units)]
+        return [*itertools.chain(*self.by_operation.values())]
+
+    @property
+    def together(self) -> list[str]:
+        """The operations of units."""
+        return [name for name in self.by_operation if name != UPDATE]
 
     @functools.cached_property
-    def merged(self) -> list[MergedUpdate]:
-        """All programs, with loops for several stages at once."""
-        return merge_updates(self.programs)
+    def merged(self) -> dict[str, list[MergedUpdate]]:
+        """The updates of each operation, with loops for several stages at once."""
+        return {name: merge_updates(programs) for name, programs in self.by_operation.items()}
+
+    def gradient_arrays(self, operation: str) -> set[str]:
+        """The names of the packed arrays of plain sums that an operation reads."""
+        return {name for program in self.by_operation[operation] for name in program.gradient_arrays}
 
 
 # -- What the optimizer sees of a stage
@@ -412,7 +429,11 @@ def make_updates(
         _unit_update(stages, unit, optimizer, flat, hooks or {})
         for unit, flat in zip(stages.vocabulary.units, units, strict=True)
     ]
-    return StageUpdates(programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale)
+    by_operation = {UPDATE: programs}
+    by_operation |= {
+        unit.update: [update.update] for unit, update in zip(stages.vocabulary.units, of_units, strict=True)
+    }
+    return StageUpdates(by_operation, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale)
 
 
 def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:

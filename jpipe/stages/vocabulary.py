@@ -31,6 +31,7 @@ from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.trace import Traced
 from jpipe.layers.tracer import run_layer
 from jpipe.lowering.everywhere import Follows, ticks_before_update
+from jpipe.lowering.scalars import UPDATE
 from jpipe.mesh import STAGE
 from jpipe.packing import Leaf, Packing, Place, axes, axes_by_dim
 from jpipe.schedule import Schedule
@@ -156,7 +157,7 @@ class Unit(NamedTuple):
     @property
     def update(self) -> str:
         """Name of its update among the operations of a table."""
-        return f"update_{self.name}"
+        return f"{UPDATE}_{self.name}"
 
     @property
     def indices(self) -> tuple[int, ...]:

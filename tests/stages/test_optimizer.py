@@ -181,7 +181,7 @@ def test_groups_do_not_grow_with_the_shapes(name):
             for index in range(start + done, start + place.block[0] - padded)
         ]
         assert sorted(written) == list(range(stages.parameters.used_bytes[s] // 4))
-    (merged,) = updates.merged
+    (merged,) = updates.merged["update"]
     (group,) = [g for g in merged.groups if g.inputs]
     assert group.kept.any()  # vectors of 44 and 34 numbers, beside one of 35
     assert group.num_turns == sum(g.num_turns for u in updates.programs for g in u.groups if g.inputs)
