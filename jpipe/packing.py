@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -345,6 +345,17 @@ class Packing:
             places=tuple(tuple(map(renamed, places)) for places in self.places),
             specs={f"{prefix} {name}": spec for name, spec in self.specs.items()},
             on_host=frozenset(f"{prefix} {name}" for name in self.on_host),
+        )
+
+    def beside(self, others: Iterable["Packing"]) -> "Packing":
+        """The packing with the arrays and the owners of others, whose arrays have other names."""
+        packings = [self, *others]
+        return Packing(
+            {name: a for pack in packings for name, a in pack.arrays.items()},
+            tuple(places for pack in packings for places in pack.places),
+            tuple(used for pack in packings for used in pack.used_bytes),
+            {name: spec for pack in packings for name, spec in pack.specs.items()},
+            frozenset().union(*(pack.on_host for pack in packings)),
         )
 
     @property

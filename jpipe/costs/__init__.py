@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA, STAGE
 from jpipe.options.settings import Settings
-from jpipe.packing import Packing, Place
+from jpipe.packing import Place
 from jpipe.program import Program
 from jpipe.stages.min_max import min_max
 from jpipe.stages.update_groups import Piece
@@ -203,10 +203,11 @@ def _used_bytes(program: Program) -> float:
             weights += len(devices) * num_versions * weight_bytes
             gradients += len(devices) * gradient_bytes
     # What parts that are padded at their end use beyond the layer is padding too.
-    for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
-        unit_bytes = _bytes_of_parts(layout, unit.packing, unit.stored().items())
-        weights += num_versions * unit_bytes
-        gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
+    for unit in stages.vocabulary.units:
+        leaves = unit.stored().items()
+        num_versions = int(engine.lowered.rows.num_versions[unit.home])
+        weights += num_versions * _bytes_of_parts(layout, stages.parameters.arrays, leaves)
+        gradients += _bytes_of_parts(layout, accumulators, leaves)
     # On all replicas together.
     state = sum(
         layout.leaf_bytes([piece.place], updates.state.arrays) * _num_holders(piece, len(devices), settings)
@@ -215,7 +216,8 @@ def _used_bytes(program: Program) -> float:
         for piece in pieces
     )
     state += settings.num_replicas * sum(
-        _bytes_of_parts(layout, unit.packing, zip(unit.packing.places[0], unit.parted)) for unit in updates.of_units
+        _bytes_of_parts(layout, updates.state.arrays, zip(unit.packing.places[0], unit.parted))
+        for unit in updates.of_units
     )
     copies = 1 + len(layout["read_parameters"].shapes)
     total = weights * copies + gradients + state / settings.num_replicas
@@ -224,20 +226,20 @@ def _used_bytes(program: Program) -> float:
 
 def _bytes_of_parts(
     layout: StateLayout,
-    packing: Packing,
+    dtype_of: Mapping,
     leaves: Iterable[tuple[Place, PartedLeaf | None]],
 ) -> int:
     """Bytes of leaves on all devices of the pipeline together, without the padding at the end of parts.
 
     Args:
       layout: the layout of the state.
-      packing: the packing of the leaves.
+      dtype_of: name of a packed array -> its shape and dtype.
       leaves: the place of each leaf, and its split; None: every device has all of it.
     """
     return sum(
-        layout.num_devices * layout.leaf_bytes([place], packing.arrays)
+        layout.num_devices * layout.leaf_bytes([place], dtype_of)
         if leaf is None
-        else layout.leaf_bytes([dataclasses.replace(place, shape=leaf.aval.shape)], packing.arrays)
+        else layout.leaf_bytes([dataclasses.replace(place, shape=leaf.aval.shape)], dtype_of)
         for place, leaf in leaves
     )
 

@@ -98,8 +98,7 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
       weights: global arrays like those of the group "parameters".
       version: int32 `[]`, the number, counted since round 0.
     """
-    rows, units = spec.rows, spec.stages.vocabulary.units
-    of_arrays = spec.array_rows["parameters"]
+    rows, of_arrays = spec.rows, spec.array_rows["parameters"]
 
     @functools.cache
     def of_rows(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -116,13 +115,9 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
                 modulus[d, own] = rows.num_versions[s]
         return first, modulus
 
-    of_units = {
-        name: num_versions for unit, num_versions in zip(units, spec.rows_of_units) for name in unit.packing.arrays
-    }
-
     def copied(name: str, array: jax.Array) -> jax.Array:
-        if name in of_units:
-            row = jnp.mod(version, of_units[name])
+        if name in of_arrays.unit_rows:
+            row = jnp.mod(version, of_arrays.number(name))
             return jnp.broadcast_to(array[row][None], array.shape)
         first, modulus = of_rows(name)
         if modulus.max() == 1:

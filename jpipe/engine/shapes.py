@@ -30,9 +30,6 @@ class StatePackings:
       rings: name of a ring of stashes -> its stashed values.
       messages: the routes, each with its message.
       optimizer_state: the optimizer's state; None in forward-only tables.
-      units: the parts of vocabulary layers.
-      unit_sums: the sums of the gradients of each of `units`.
-      unit_states: the optimizer's state of each of `units`.
       embedded: leaves of the outputs of an embedding that all devices run together.
       head_input: leaves of the inputs of a head that all devices run together.
     """
@@ -44,17 +41,8 @@ class StatePackings:
     rings: Mapping[str, Packing]
     messages: Sequence[tuple[Route, Packing]]
     optimizer_state: Packing | None = None
-    units: Sequence[Packing] = ()
-    unit_sums: Sequence[Packing] = ()
-    unit_states: Sequence[Packing] = ()
     embedded: Sequence[Leaf] = ()
     head_input: Sequence[Leaf] = ()
-
-    @property
-    def state_on_host(self) -> frozenset[str]:
-        """The names of the arrays of the optimizer's state in host memory."""
-        assert self.optimizer_state is not None
-        return self.optimizer_state.on_host.union(*(u.on_host for u in self.unit_states))
 
 
 def stored_shapes(mesh: Mesh | None, leaves: Iterable[Leaf]) -> list[jax.ShapeDtypeStruct]:

@@ -119,12 +119,6 @@ class PassSpec(abc.ABC):
         """Where the versions of weights are."""
         return self.state_table.rows
 
-    @property
-    def rows_of_units(self) -> list[int]:
-        """For each unit of vocabulary layers the versions that are kept of it."""
-        units = self.stages.vocabulary.units
-        return [int(self.rows.num_versions[unit.home]) for unit in units]
-
     @functools.cached_property
     def array_rows(self) -> dict[str, ArrayRows]:
         """Group, or ring of stashes -> the rows of its arrays, for those that have leaves of stages."""
@@ -139,7 +133,6 @@ class PassSpec(abc.ABC):
             packings=self.packings,
             array_rows=self.array_rows,
             microbatch=self.microbatch,
-            rows_of_units=self.rows_of_units,
             message_compression=jax.eval_shape(self.first_message_compression),
         )
 
@@ -212,8 +205,6 @@ class PassSpec(abc.ABC):
             statistics=stages.statistics,
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
-            units=[unit.packing for unit in found.units],
-            unit_sums=[unit.sums for unit in found.units],
             embedded=self._activations(found.embedded),
             head_input=self._activations(jax.tree.leaves(found.head_inputs)),
             **of_training,

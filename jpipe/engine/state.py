@@ -45,39 +45,26 @@ NUM_DISCARD_SLOTS = 1
 # -- Shapes
 
 
-def _with_units(
-    facts: StateFacts,
-    name: str,
-    stages: Packing,
-    units: Sequence[Packing],
-    rows_of_units: Sequence[int] | None = None,
-) -> dict[str, Any]:
-    """Local shapes of packed arrays; a device has one part of a unit, not one for each of its R stages."""
-    shapes = packed_shapes(facts.mesh, stages, facts.array_rows[name])
-    for unit, number in zip(units, rows_of_units or [1] * len(units)):
-        shapes |= packed_shapes(facts.mesh, unit, number)
-    return shapes
-
-
 def _parameters(facts: StateFacts) -> dict[str, Any]:
-    pack, units = facts.packings.parameters, facts.packings.units
-    return _with_units(facts, "parameters", pack, units, facts.rows_of_units)
+    return packed_shapes(facts.mesh, facts.packings.parameters, facts.array_rows["parameters"])
 
 
 def _read_parameters(facts: StateFacts) -> dict[str, Any]:
     return {name: _parameters(facts) for name in facts.hooked_passes}
 
 
+def _state_packing(facts: StateFacts) -> Packing:
+    assert facts.packings.optimizer_state is not None
+    return facts.packings.optimizer_state
+
+
 def _optimizer_state(facts: StateFacts) -> dict[str, Any]:
-    pack, units = facts.packings.optimizer_state, facts.packings.unit_states
-    assert pack is not None
-    return _with_units(facts, "optimizer_state", pack, units)
+    return packed_shapes(facts.mesh, _state_packing(facts), facts.array_rows["optimizer_state"])
 
 
 def gradient_shapes(facts: StateFacts) -> dict[str, Any]:
     """Local shapes of the accumulators of gradients."""
-    pack, units = facts.packings.accumulators, facts.packings.unit_sums
-    return _with_units(facts, "gradients", pack, units)
+    return packed_shapes(facts.mesh, facts.packings.accumulators, facts.array_rows["gradients"])
 
 
 def _counter(facts: StateFacts) -> jax.ShapeDtypeStruct:
@@ -152,9 +139,9 @@ def _head_gradient(facts: StateFacts) -> list[jax.ShapeDtypeStruct]:
 
 def _squared_norm(facts: StateFacts) -> jax.ShapeDtypeStruct:
     # Of the latest versions of each column, and of the device's part of each unit, for norms over all stages.
-    norms, packings = facts.lowered.norms, facts.packings
+    lowered, norms = facts.lowered, facts.lowered.norms
     assert norms is not None
-    shape = norms.depth, facts.lowered.num_chunks + len(packings.units)
+    shape = norms.depth, lowered.num_chunks + len(lowered.homes)
     return jax.ShapeDtypeStruct(shape, facts.norm_dtype)
 
 
@@ -197,7 +184,6 @@ STATE_ARRAYS = (
         adopted=Adopted.LEAVES,
         memory="weights",
         words="weights",
-        # The parts of vocabulary layers are on the devices.
         on_host=lambda facts: facts.packings.parameters.on_host,
         leaves=LayerLeaves(
             "params",
@@ -224,7 +210,7 @@ STATE_ARRAYS = (
         adopted=Adopted.LEAVES,
         memory="optimizer",
         words="optimizer",
-        on_host=lambda facts: facts.packings.state_on_host,
+        on_host=lambda facts: _state_packing(facts).on_host,
     ),
     StateArray(
         "mutable_state",

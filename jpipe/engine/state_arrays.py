@@ -56,7 +56,6 @@ class StateFacts:
       packings: how the leaves are packed.
       array_rows: name of an array -> the rows of its packed arrays: see `PassSpec.array_rows`.
       microbatch: the abstract microbatch.
-      rows_of_units: for each unit of vocabulary layers the versions that are kept of its weights.
       hooked_passes: the passes ("forward", "backward") that read weights of their own, from a parameter hook.
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
@@ -73,7 +72,6 @@ class StateFacts:
     packings: StatePackings
     array_rows: Mapping[str, ArrayRows]
     microbatch: Any
-    rows_of_units: Sequence[int] = ()
     hooked_passes: Sequence[str] = ()
     loss_scale: LossScale | None = None
     key_impl: Any = None

@@ -109,10 +109,7 @@ class TrainingPass(PassSpec):
         """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
         if self.communication.compress_gradients is None:
             return []
-        arrays = dict(self.stages.accumulators.arrays)
-        for unit in self.stages.vocabulary.units:
-            arrays |= unit.sums.arrays
-        return gradient_groups(self.updates.of_all, arrays)
+        return gradient_groups(self.updates.of_all, self.stages.accumulators.arrays)
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""
@@ -148,10 +145,8 @@ class TrainingPass(PassSpec):
             if self.lowered.num_slots[ring]
         }
         # The owners of the optimizer's state are shares of updates.
-        of_updates = [
-            {piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.programs
-        ]
-        of_state = [of_updates[u] for u in updates.program_of_stage]
+        of_updates = [{piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.of_all]
+        of_state = [of_updates[u] for u in updates.program_of_stage] + of_updates[len(updates.programs) :]
         state = ArrayRows.of_columns(self.lowered, updates.state.arrays, of_state)
         return {
             **super()._array_rows(),
@@ -168,10 +163,7 @@ class TrainingPass(PassSpec):
     @functools.cached_property
     def packings(self) -> StatePackings:
         """See `PassSpec`."""
-        return self._pack_state(
-            optimizer_state=self.updates.state,
-            unit_states=[unit.packing for unit in self.updates.of_units],
-        )
+        return self._pack_state(optimizer_state=self.updates.state)
 
     @functools.cached_property
     def layout(self) -> StateLayout:

@@ -4,7 +4,8 @@ The weights of a device's stages lie in rows: one row for every version of every
 mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in
 every
 array: one stage has an embedding, another a norm. An array has rows for the stages that use it, and for no other. So
-stages that differ take the memory that they need.
+stages that differ take the memory that they need. A unit of vocabulary layers is on every device, in arrays of its own,
+and has the rows of one stage there.
 
 Letters: D devices, R rows if an array is used by all stages.
 """
@@ -20,14 +21,14 @@ from jpipe.packing import Packing
 
 
 def used_arrays(pack: Packing, owner_of_stage: Sequence[int]) -> list[set[str]]:
-    """For each stage the names of the arrays of a packing that hold leaves of it.
+    """For each stage, then for each unit, the names of the arrays of a packing that hold leaves of it.
 
     Args:
-      pack: the packing.
+      pack: the packing. Its owners after those of stages are units of vocabulary layers.
       owner_of_stage: for each stage the owner that stands for it.
     """
     of_owners = [{place.array for place in places} for places in pack.places]
-    return [of_owners[o] for o in owner_of_stage]
+    return [of_owners[o] for o in owner_of_stage] + of_owners[max(owner_of_stage) + 1 :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,13 @@ class ArrayRows:
       num_rows: R.
       tables: name of an array -> int32 `[D, R]`, its own row for each of the R rows; -1 where the stage does not use
         it. An array without an entry has R rows, because on some device all stages use it.
+      unit_rows: name of an array of a unit -> how many rows it has.
     """
 
     num_devices: int
     num_rows: int
     tables: Mapping[str, np.ndarray]
+    unit_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_columns(
@@ -57,10 +60,10 @@ class ArrayRows:
         Args:
           lowered: the table.
           arrays: their names.
-          used: for each stage the names of the arrays that hold leaves of it.
+          used: see `used_arrays`.
         """
         rows = [[(d, slice(chunk, chunk + 1)) for d, chunk in copies] for copies in lowered.copies]
-        return cls._of(lowered, arrays, used, rows, lowered.num_chunks)
+        return cls._of(lowered, arrays, used, rows, lowered.num_chunks, [1 for _ in lowered.homes])
 
     @classmethod
     def of_versions(
@@ -73,7 +76,8 @@ class ArrayRows:
         rows = [
             [(d, lowered.rows.of_chunk(s, d, chunk)) for d, chunk in copies] for s, copies in enumerate(lowered.copies)
         ]
-        return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows)
+        rows_per_unit = lowered.rows.num_versions[[*lowered.homes]].tolist()
+        return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows, rows_per_unit)
 
     @classmethod
     def of_slots(
@@ -102,20 +106,24 @@ class ArrayRows:
         used: Sequence[Collection[str]],
         rows: Sequence[Sequence[tuple[int, slice | np.ndarray]]],
         num_rows: int,
+        rows_per_unit: Sequence[int] = (),
     ) -> "ArrayRows":
-        """The same; `rows` has for each owner in `used`, and each of its copies, the device and its rows there, of
-        R.
+        """The same; `rows` has for each stage, and each of its copies, the device and its rows there, of R, and
+        `rows_per_unit` for each unit how many it has.
         """
         num_devices, tables = lowered.schedule.num_devices, {}
+        unit_rows = {name: n for names, n in zip(used[len(rows) :], rows_per_unit) for name in names}
         for name in arrays:
+            if name in unit_rows:
+                continue
             is_used = np.zeros((num_devices, num_rows), bool)
-            for of_stage, of_copies in zip(used, rows, strict=True):
+            for of_stage, of_copies in zip(used, rows):
                 for device, own in of_copies:
                     is_used[device, own] |= name in of_stage
             number = is_used.cumsum(axis=1)
             if number[:, -1].max() < num_rows:
                 tables[name] = np.where(is_used, number - 1, -1).astype(np.int32)
-        return cls(num_devices, num_rows, tables)
+        return cls(num_devices, num_rows, tables, unit_rows)
 
     def number(self, name: str) -> int:
         """How many rows an array has."""
@@ -124,7 +132,7 @@ class ArrayRows:
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         # An array that no stage uses, because others share it, keeps a row: it has a shape.
-        return {name: max(int(table.max()) + 1, 1) for name, table in self.tables.items()}
+        return {**self.unit_rows, **{name: max(int(table.max()) + 1, 1) for name, table in self.tables.items()}}
 
     def row(self, name: str, device: int, row: int) -> int:
         """The row of an array for one of the R rows of a device; -1 if the array has none for the stage there."""

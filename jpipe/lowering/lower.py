@@ -67,6 +67,7 @@ class Lowered:
       outgoing: (inbox, lane) of each output that a device may send.
       rings: name -> ring.
       num_chunks: the most stages on any device.
+      homes: for each unit of layers that all devices update together the stage whose updates it follows.
       copies: for each stage the device of every copy, and the position of the stage among the
         device's stages.
       num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
@@ -87,6 +88,7 @@ class Lowered:
     outgoing: tuple[tuple[str, int], ...]
     rings: Mapping[str, Ring]
     num_chunks: int
+    homes: tuple[int, ...]
     copies: tuple[tuple[tuple[int, int], ...], ...]
     num_in_column: np.ndarray
     rows: VersionRows
@@ -201,6 +203,7 @@ def lower(
         outgoing=outgoing,
         rings=make_rings(schedule, position, num_in_column, recompute, routes, head, stash_slots),
         num_chunks=num_chunks,
+        homes=tuple(follows.home for follows in together.values() if follows.operation == "update"),
         copies=copies,
         num_in_column=num_in_column,
         rows=version_rows(schedule, copies, num_chunks, newest[columns], reads_stale),

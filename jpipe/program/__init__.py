@@ -129,7 +129,7 @@ class Program:
             return
         for group in self.engine.gradient_groups:
             shape = "x".join(map(str, group.like.shape)) or "scalar"
-            is_part = group.place.array not in self.stages.accumulators.arrays
+            is_part = group.place.array in self.engine.array_rows["gradients"].unit_rows
             words = "of a device's part of a weight" if is_part else "of a weight"
             compressor.check(group.like, f"the gradient {words} ({shape})")
 

@@ -142,7 +142,7 @@ class Stages:
       programs: the programs.
       program_of_stage: for each stage, position in `programs`.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
-      parameters: how the programs' weights are packed; one owner per program.
+      parameters: how the weights are packed; one owner per program, then one per unit of `vocabulary`.
       accumulators: the same for the gradients that are summed as they are.
       factors: the same for the factors of all others.
       state: the same for mutable state.
@@ -431,6 +431,10 @@ def cut(
         for k, kind in enumerate(traced.layer_kinds)
     ]
     packings |= _pack_sums(groups, sums, devices, vectors)
+    programs = [_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))]
+    units = [unit.packing for unit in vocabulary_layers.units]
+    packings["parameters"] = packings["parameters"].beside(units)
+    packings["accumulators"] = packings["accumulators"].beside(map(gradient_sums.packing_of, units))
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
         codecs_of(
@@ -449,7 +453,7 @@ def cut(
         inputs=traced.inputs,
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
-        programs=[_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))],
+        programs=programs,
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
@@ -460,7 +464,7 @@ def cut(
         values=traced.values,
         ties=ties,
         portals=find_portals(traced.skips, starts, traced.of_microbatch, compression),
-        vocabulary=vocabulary_layers.summed_in(gradient_sums),
+        vocabulary=vocabulary_layers,
         gradient_sums=gradient_sums,
     )
 

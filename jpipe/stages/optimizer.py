@@ -93,7 +93,7 @@ class StageUpdates:
       by_operation: name of an operation of the table that updates -> the distinct updates of which a lane runs one:
         "update" -> those of stages, and for each unit of vocabulary layers its operation -> its update.
       program_of_stage: `[S]`, position in `programs`.
-      state: how the optimizer's state is packed, one owner for each program and share.
+      state: how the optimizer's state is packed, one owner for each program and share, then one for each unit.
       norm_dtype: dtype of the gradient's norm, at least float32.
       of_units: the update of each unit of vocabulary layers.
       reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
@@ -433,6 +433,7 @@ def make_updates(
     by_operation |= {
         unit.update: [update.update] for unit, update in zip(stages.vocabulary.units, of_units, strict=True)
     }
+    packing = packing.beside(unit.packing for unit in of_units)
     return StageUpdates(by_operation, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale)
 
 

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe import vocabulary
-from jpipe.gradients.sums import GradientSums
 from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
@@ -140,15 +139,14 @@ class Unit(NamedTuple):
       name: `EMBEDDING` or `HEAD`; tied layers are one unit, `EMBEDDING`.
       home: the stage whose updates it follows.
       layers: the layers.
-      packing: how a device's parts are packed, in arrays of their own.
-      sums: the same for the sums of their gradients, which have the same places.
+      packing: how a device's parts are packed, in arrays of their own. The sums of their gradients have the same
+        places.
     """
 
     name: str
     home: int
     layers: tuple[VocabularyLayer, ...]
     packing: Packing
-    sums: Packing
 
     def stored(self) -> dict[Place, PartedLeaf]:
         """The place of each leaf that is stored, once for tied leaves, and the leaf."""
@@ -214,11 +212,6 @@ class Vocabulary:
         for unit in self.units:
             found[unit.update] = Follows("update", unit.home)
         return found
-
-    def summed_in(self, sums: GradientSums) -> "Vocabulary":
-        """The same layers, whose gradients are summed as `sums` says."""
-        units = tuple(unit._replace(sums=sums.packing_of(unit.packing)) for unit in self.units)
-        return dataclasses.replace(self, units=units)
 
     def embedding_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
         """The embedding's outputs for a list of its inputs, equal on all devices."""
@@ -483,7 +476,7 @@ def _units(
             for i in group
         ]
         home = 0 if is_embedding else num_stages - 1
-        yield Unit(name, home, tuple(placed), packing, packing)
+        yield Unit(name, home, tuple(placed), packing)
 
 
 # -- Checks of the table
