@@ -195,53 +195,44 @@ def _used_bytes(program: Program) -> float:
     stages, updates, layout = engine.stages, engine.updates, engine.layout
     accumulators = {**stages.accumulators.arrays, **stages.factors.arrays}
     weights = gradients = 0
-    for s, devices in enumerate(engine.lowered.copies):
-        for _, run, _ in stages.layer_runs(s):
-            weight_bytes = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-            gradient_bytes = layout.leaf_bytes(run.gradient_places, accumulators)
-            num_versions = int(engine.lowered.rows.num_versions[s])
-            weights += len(devices) * num_versions * weight_bytes
-            gradients += len(devices) * gradient_bytes
-    # What parts that are padded at their end use beyond the layer is padding too.
-    for unit in stages.vocabulary.units:
-        leaves = unit.stored().items()
-        num_versions = int(engine.lowered.rows.num_versions[unit.home])
-        weights += num_versions * _bytes_of_parts(layout, stages.parameters.arrays, leaves)
-        gradients += _bytes_of_parts(layout, accumulators, leaves)
+    parted = stages.vocabulary.parted
+    # Tied parameters of a unit have one place.
+    for number, copies in enumerate(engine.lowered.owner_copies):
+        runs = stages.layer_runs(number)
+        weight_places = {(place, row) for _, run, row in runs for place in run.parameters}
+        gradient_places = {(place, row) for _, run, row in runs for place in run.gradient_places}
+        num_versions = int(engine.lowered.rows.num_versions[engine.lowered.owner_homes[number]])
+        weights += num_versions * sum(
+            _held_bytes(layout, stages.parameters.arrays, place, parted.get(place), len(copies))
+            for place, _ in weight_places
+        )
+        gradients += sum(
+            _held_bytes(layout, accumulators, place, parted.get(place), len(copies)) for place, _ in gradient_places
+        )
     # On all replicas together.
     state = sum(
-        layout.leaf_bytes([piece.place], updates.state.arrays) * _num_holders(piece, len(devices), settings)
-        for u, devices in zip(updates.program_of_stage, engine.lowered.copies)
-        for pieces in updates.programs[u].state
+        _held_bytes(layout, updates.state.arrays, piece.place, piece.parted, _num_holders(piece, len(copies), settings))
+        for update, copies in zip(updates.owner_updates, engine.lowered.owner_copies)
+        for pieces in update.state
         for piece in pieces
     )
-    state += settings.num_replicas * sum(
-        _bytes_of_parts(layout, updates.state.arrays, zip(unit.packing.places[0], unit.parted))
-        for unit in updates.of_units
-    )
-    copies = 1 + len(layout["read_parameters"].shapes)
-    total = weights * copies + gradients + state / settings.num_replicas
+    total = weights * (1 + len(layout["read_parameters"].shapes)) + gradients + state / settings.num_replicas
     return total / settings.schedule.num_devices
 
 
-def _bytes_of_parts(
-    layout: StateLayout,
-    dtype_of: Mapping,
-    leaves: Iterable[tuple[Place, PartedLeaf | None]],
-) -> int:
-    """Bytes of leaves on all devices of the pipeline together, without the padding at the end of parts.
+def _held_bytes(layout: StateLayout, dtype_of: Mapping, place: Place, parted: PartedLeaf | None, number: int) -> int:
+    """Bytes of `number` copies of a leaf, or of a device's part of it, without the padding at the end of parts.
 
     Args:
       layout: the layout of the state.
       dtype_of: name of a packed array -> its shape and dtype.
-      leaves: the place of each leaf, and its split; None: every device has all of it.
+      place: the place of the leaf, or of the part.
+      parted: the split of the leaf over devices; None: every device has all of it.
+      number: the number of copies; parts are on all devices.
     """
-    return sum(
-        layout.num_devices * layout.leaf_bytes([place], dtype_of)
-        if leaf is None
-        else layout.leaf_bytes([dataclasses.replace(place, shape=leaf.aval.shape)], dtype_of)
-        for place, leaf in leaves
-    )
+    if parted is not None:
+        place, number = dataclasses.replace(place, shape=parted.aval.shape), number // parted.num_parts
+    return number * layout.leaf_bytes([place], dtype_of)
 
 
 def _num_holders(piece: Piece, num_copies: int, settings: Settings) -> int:

@@ -88,7 +88,8 @@ class LayerLeaves(NamedTuple):
 
     Attributes:
       name: in the portable form of a state, and in the manifests of checkpoints.
-      places: `(stages, stage) -> (layer, place of each of its leaves, row of the place)` for each layer of a stage.
+      places: `(stages, owner) -> (layer, place of each of its leaves, row of the place)` for each layer of one of
+        `Stages.owners`.
       like: the tree of a layer's leaves, abstract.
     """
 

@@ -145,8 +145,9 @@ class TrainingPass(PassSpec):
             if self.lowered.num_slots[ring]
         }
         # The owners of the optimizer's state are shares of updates.
-        of_updates = [{piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.of_all]
-        of_state = [of_updates[u] for u in updates.program_of_stage] + of_updates[len(updates.programs) :]
+        of_state = [
+            {piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.owner_updates
+        ]
         state = ArrayRows.of_columns(self.lowered, updates.state.arrays, of_state)
         return {
             **super()._array_rows(),

@@ -113,6 +113,17 @@ class Lowered:
         return tuple(of_stage[0] for of_stage in self.copies)
 
     @property
+    def owner_homes(self) -> tuple[int, ...]:
+        """For each of `Stages.owners` the stage with whose operations it updates."""
+        return (*range(len(self.copies)), *self.homes)
+
+    @property
+    def owner_copies(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """`copies` of each of `Stages.owners`: a unit is on every device."""
+        everywhere = tuple((d, 0) for d in range(self.schedule.num_devices))
+        return (*self.copies, *[everywhere] * len(self.homes))
+
+    @property
     def phases(self) -> list[Phase]:
         """The table cut into ticks with forwards and ticks without, if no backward runs before the last forward.
 

@@ -40,7 +40,7 @@ from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, c
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
-from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
+from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary, VocabularyLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +207,29 @@ class Stages:
             min(self.starts[stage + 1], inner.stop),
         )
 
-    def layer_runs(self, stage: int) -> list[tuple[int, LayerRun, int]]:
-        """`(layer, run, row)` for each layer of a stage.
+    @property
+    def owners(self) -> list[tuple[int, ...]]:
+        """The layers that one update changes: those of each stage, then those of each unit of vocabulary layers."""
+        of_stages = [tuple(self.layers_of(s)) for s in range(self.num_stages)]
+        return of_stages + [unit.indices for unit in self.vocabulary.units]
+
+    def layer_runs(self, owner: int) -> list[tuple[int, LayerRun, int]]:
+        """`(layer, run, row)` for each layer of a stage, or of another of `owners`.
 
         The layer's leaves are in row `row` of the run's places.
         """
-        runs = self.programs[self.program_of_stage[stage]].runs
-        rows = [(run, i) for run, n in zip(runs, self.lengths[stage]) for i in range(n)]
-        return [(layer, *row) for layer, row in zip(self.layers_of(stage), rows, strict=True)]
+        if owner >= self.num_stages:
+            layers = self.vocabulary.units[owner - self.num_stages].layers
+            return [(layer.index, self._vocabulary_run(layer), 0) for layer in layers]
+        runs = self.programs[self.program_of_stage[owner]].runs
+        rows = [(run, i) for run, n in zip(runs, self.lengths[owner]) for i in range(n)]
+        return [(layer, *row) for layer, row in zip(self.layers_of(owner), rows, strict=True)]
+
+    def _vocabulary_run(self, layer: VocabularyLayer) -> LayerRun:
+        """The run of a vocabulary layer."""
+        sums = [self.gradient_sums.plain(Leaf(leaf.part)) for leaf in layer.leaves]
+        gradients = tuple(PlacedSum(one, (place,)) for one, place in zip(sums, layer.places, strict=True))
+        return LayerRun(self.kind_of_layer[layer.index], 1, (), (), parameters=layer.places, gradients=gradients)
 
 
 BALANCES = ("flops", "time", "memory")

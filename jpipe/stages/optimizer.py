@@ -54,7 +54,7 @@ from jpipe.stages.vector_blocks import (
     is_elementwise,
     on_shape,
 )
-from jpipe.stages.vocabulary import PartedLeaf, Unit
+from jpipe.stages.vocabulary import Unit
 
 __all__ = [
     "EXTRA_ARGS",
@@ -65,24 +65,9 @@ __all__ = [
     "StageUpdates",
     "UpdateGroup",
     "make_updates",
-    "UnitUpdate",
     "seen_by_optimizer",
     "stage_tree",
 ]
-
-
-class UnitUpdate(NamedTuple):
-    """The update of a unit of vocabulary layers, of which each device has parts.
-
-    Attributes:
-      update: the update.
-      packing: how a device's state is packed.
-      parted: for each leaf of the state how it is split over the devices; None: each device has all of it.
-    """
-
-    update: StageUpdate
-    packing: Packing
-    parted: tuple[PartedLeaf | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +80,6 @@ class StageUpdates:
       program_of_stage: `[S]`, position in `programs`.
       state: how the optimizer's state is packed, one owner for each program and share, then one for each unit.
       norm_dtype: dtype of the gradient's norm, at least float32.
-      of_units: the update of each unit of vocabulary layers.
       reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
     """
 
@@ -103,7 +87,6 @@ class StageUpdates:
     program_of_stage: Sequence[int]
     state: Packing
     norm_dtype: np.dtype
-    of_units: Sequence[UnitUpdate] = ()
     reads_stale: bool = False
 
     @property
@@ -115,6 +98,11 @@ class StageUpdates:
     def of_all(self) -> list[StageUpdate]:
         """The distinct updates of stages, then those of units."""
         return [*itertools.chain(*self.by_operation.values())]
+
+    @property
+    def owner_updates(self) -> list[StageUpdate]:
+        """The update of each of `Stages.owners`."""
+        return [*(self.programs[u] for u in self.program_of_stage), *self.of_all[len(self.programs) :]]
 
     @property
     def together(self) -> list[str]:
@@ -430,11 +418,9 @@ def make_updates(
         for unit, flat in zip(stages.vocabulary.units, units, strict=True)
     ]
     by_operation = {UPDATE: programs}
-    by_operation |= {
-        unit.update: [update.update] for unit, update in zip(stages.vocabulary.units, of_units, strict=True)
-    }
-    packing = packing.beside(unit.packing for unit in of_units)
-    return StageUpdates(by_operation, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale)
+    by_operation |= {unit.update: [update] for unit, (update, _) in zip(stages.vocabulary.units, of_units, strict=True)}
+    packing = packing.beside(of_unit for _, of_unit in of_units)
+    return StageUpdates(by_operation, program_of_stage, packing, norm_dtype, whole.reads_stale)
 
 
 def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:
@@ -470,8 +456,8 @@ def _unit_update(
     optimizer: optax.GradientTransformationExtraArgs,
     flat: FlatUpdate,
     hooks: Mapping[str, Callable],
-) -> UnitUpdate:
-    """The update of a device's parts of the layers of a unit.
+) -> tuple[StageUpdate, Packing]:
+    """The update of a device's parts of the layers of a unit, and how a device's state is packed.
 
     The devices of a pipeline share the unit, and its replicas along "data" all update the same. The optimizer sees
     whole
@@ -529,7 +515,8 @@ def _unit_update(
     vectors = stages.vectors
     in_blocks = _in_blocks([in_parts], vectors)
     (grouped,), packing = group_updates(in_blocks, packing, {}, vectors.weights)
-    return UnitUpdate(_stage_update(draft, grouped), packing, parted)
+    pieces = [[dataclasses.replace(piece, parted=leaf)] for (piece,), leaf in zip(grouped.pieces, parted, strict=True)]
+    return _stage_update(draft, grouped._replace(pieces=pieces)), packing
 
 
 def _on_parts(part: PackedPart) -> PackedPart:

@@ -75,12 +75,14 @@ class Piece:
       place: where they are.
       view: the shape of the leaf from which they are taken.
       index: their index in it: the place has `leaf.reshape(view)[index]`.
+      parted: how the leaf is split over devices, if the place has a device's part of it.
     """
 
     share: int | None
     place: Place
     view: tuple[int, ...]
     index: tuple = ()
+    parted: PartedLeaf | None = None
 
 
 class Draft(NamedTuple):

@@ -14,6 +14,7 @@ Letters: P parts, one for each device of the axis "stage"; V versions.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -70,6 +71,11 @@ class PartedLeaf(NamedTuple):
         shape = list(self.aval.shape)
         shape[self.dim] = self.num_rows
         return jax.ShapeDtypeStruct(tuple(shape), dtype)
+
+    def rows(self, number: int) -> slice:
+        """The rows of part `number`, along `dim`, without padding."""
+        start, stop = (min(n * self.num_rows, self.aval.shape[self.dim]) for n in (number, number + 1))
+        return slice(start, stop)
 
     def padding(self) -> list[tuple[int, int]]:
         """What `pad` adds to the whole parameter, so that it has equal parts."""
@@ -212,6 +218,11 @@ class Vocabulary:
         for unit in self.units:
             found[unit.update] = Follows("update", unit.home)
         return found
+
+    @functools.cached_property
+    def parted(self) -> dict[Place, PartedLeaf]:
+        """The place of each parameter, and how it is split."""
+        return {place: leaf for unit in self.units for place, leaf in unit.stored().items()}
 
     def embedding_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
         """The embedding's outputs for a list of its inputs, equal on all devices."""

@@ -13,7 +13,6 @@ from jpipe.program import Program
 from jpipe.stages.hyperparams import Hyperparam, hyperparams
 from jpipe.states.locations import (
     Block,
-    layers_together,
     locations,
     optimizer_paths,
     owners,
@@ -60,7 +59,7 @@ def begun_anew(state: PipelineState, before: Mapping[str, np.ndarray] | None) ->
 
 
 def _hyperparams(program: Program) -> list[Hyperparam]:
-    paths = [p for layers in layers_together(program.stages) for p in optimizer_paths(program, layers)]
+    paths = [p for layers in program.stages.owners for p in optimizer_paths(program, layers)]
     return hyperparams(list(dict.fromkeys(paths)))
 
 
@@ -97,7 +96,7 @@ def _with_leaves(state: PipelineState, leaves: Mapping[str, Any]) -> PipelineSta
     blocks: dict[str, list[tuple[Block, np.ndarray]]] = {}
     shapes = {
         path: shape
-        for layers in layers_together(state.program.stages)
+        for layers in state.program.stages.owners
         for path, shape in optimizer_paths(state.program, layers).items()
     }
     holders = list(owners(state.program)) if leaves else []

@@ -20,11 +20,9 @@ from jpipe.engine.state_arrays import Adopted, StateArray
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
-from jpipe.stages.cut import Stages
 from jpipe.stages.optimizer import seen_by_optimizer
 from jpipe.stages.stage_update import StageUpdate
 from jpipe.stages.update_groups import Piece
-from jpipe.stages.vocabulary import PartedLeaf, Unit
 
 LAYER_ARRAYS = tuple(array for array in STATE_ARRAYS if array.leaves is not None)
 """The arrays that hold leaves of each layer."""
@@ -180,127 +178,93 @@ def owners(program: Program, rounds: int = 0) -> Iterator[Owner]:
       rounds: the number of rounds of the state; it decides which version of the weights is the newest.
     """
     newest = program.engine.lowered.rows.newest_rows(rounds)
-    for s in range(program.stages.num_stages):
-        yield _stage(program, s, int(newest[s]))
-    for number, unit in enumerate(program.stages.vocabulary.units):
-        yield _unit(program, number, unit, int(newest[unit.home]))
+    for number, home in enumerate(program.engine.lowered.owner_homes):
+        yield _owner(program, number, int(newest[home]))
 
 
-def _stage(program: Program, s: int, newest: int) -> Owner:
+def _owner(program: Program, number: int, newest: int) -> Owner:
     engine, stages = program.engine, program.stages
-    copies, update = engine.lowered.copies[s], update_of(program, s)
+    home, copies = engine.lowered.owner_homes[number], engine.lowered.owner_copies[number]
+    update, num_versions = engine.updates.owner_updates[number], int(engine.lowered.rows.num_versions[home])
 
     def rows_of(array: StateArray) -> list[tuple[int, int]]:
-        """`(device, row)` of each copy and version, the newest of the first copy first."""
+        """`(device, row)` of each copy and version, the newest of all copies first."""
         if not array.has_versions:
             return list(copies)
-        versions = [engine.lowered.rows.of_chunk(s, d, chunk) for d, chunk in copies]
-        places = [
-            (d, row)
-            for (d, _), version_rows in zip(copies, versions)
-            for row in range(version_rows.start, version_rows.stop)
-        ]
-        return [places[newest], *places[:newest], *places[newest + 1 :]]
+        is_stage = number < stages.num_stages  # a unit has arrays of its own
+        first = [(d, int(engine.lowered.rows.first[d, chunk]) if is_stage else 0) for d, chunk in copies]
+        order = sorted(range(num_versions), key=lambda v: v != newest)
+        return [(d, row + v) for v in order for d, row in first]
 
     def stored(array: StateArray, place: Place, row: int) -> Stored:
         rows = engine.array_rows[array.rows or array.name]
-        blocks = tuple(_block(_lead(rows, place.array, d, r), place, place.shape, (), row) for d, r in rows_of(array))
-        location = Location(array.name, place.array, place.shape, blocks[:1])
-        return Stored(location, blocks)
+        piece = Piece(None, place, place.shape, (), stages.vocabulary.parted.get(place))
+        copies = [(d, _lead(rows, place.array, d, r)) for d, r in rows_of(array)]
+        return _stored(array.name, [(piece, copies)], row)
 
     weights = next(a for a in LAYER_ARRAYS if a.name == "parameters")
     return Owner(
-        layers=tuple(stages.layers_of(s)),
-        home=s,
+        layers=stages.owners[number],
+        home=home,
         devices=tuple(d for d, _ in copies),
         update=update,
         layer_leaves={
             array.name: {
                 layer: [stored(array, place, row) for place in places]
-                for layer, places, row in array.leaves.places(stages, s)
+                for layer, places, row in array.leaves.places(stages, number)
             }
             for array in LAYER_ARRAYS
             if array.leaves is not None
         },
         weights=[[stored(weights, place, row) for place, row in tied_places] for tied_places in update.parameters],
-        optimizer_state=_stored_state(program, s),
+        optimizer_state=_stored_state(program, number),
     )
 
 
-def _stored_state(program: Program, s: int) -> dict[str, Stored]:
-    """Path -> leaf of the optimizer's state of a stage."""
-    engine, update = program.engine, update_of(program, s)
-    copies, rows = engine.lowered.copies[s], engine.array_rows["optimizer_state"]
+def _stored_state(program: Program, number: int) -> dict[str, Stored]:
+    """Path -> leaf of the optimizer's state of an owner."""
+    engine, copies = program.engine, program.engine.lowered.owner_copies[number]
+    rows = engine.array_rows["optimizer_state"]
     num_states = engine.layout.num_replicas if engine.shares_updates else 1
 
-    def blocks_of(piece: Piece) -> list[Block]:
-        """The blocks of the piece, on every copy and replica that have it."""
-        blocks = []
-        for share, replica in itertools.product(range(len(copies)), range(num_states)):
-            if piece.share in (None, share * num_states + replica):
-                lead = _lead(rows, piece.place.array, *copies[share], replica)
-                blocks.append(_block(lead, piece.place, piece.view, piece.index))
-        return blocks
+    def copies_of(piece: Piece) -> list[tuple[int, tuple[int]]]:
+        """The device and the lead of the piece, on every replica and copy that have it."""
+        return [
+            (d, _lead(rows, piece.place.array, d, row, replica))
+            for replica, (share, (d, row)) in itertools.product(range(num_states), enumerate(copies))
+            if piece.share in (None, share * num_states + replica)
+        ]
 
-    leaves = {}
-    paths = optimizer_paths(program, tuple(program.stages.layers_of(s)))
-    for (path, shape), pieces in zip(paths.items(), update.state, strict=True):
-        blocks = [blocks_of(piece) for piece in pieces]
-        first = tuple(piece_blocks[0] for piece_blocks in blocks)
-        array = pieces[0].place.array
-        location = Location("optimizer_state", array, tuple(shape.shape), first)
-        leaves[path] = Stored(location, tuple(itertools.chain(*blocks)))
-    return leaves
+    paths = optimizer_paths(program, program.stages.owners[number])
+    return {
+        path: _stored("optimizer_state", [(piece, copies_of(piece)) for piece in pieces], shape=tuple(like.shape))
+        for (path, like), pieces in zip(paths.items(), engine.updates.owner_updates[number].state, strict=True)
+    }
 
 
-def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
-    engine = program.engine
-    D = program.settings.schedule.num_devices
-    V = int(engine.lowered.rows.num_versions[unit.home])
-    num_states = engine.layout.num_replicas if engine.shares_updates else 1
+def _stored(
+    group: str,
+    pieces: Sequence[tuple[Piece, Sequence[tuple[int, tuple]]]],
+    row: int = 0,
+    shape: tuple[int, ...] | None = None,
+) -> Stored:
+    """A leaf.
 
-    def stored(name: str, place: Place, leaf: PartedLeaf | None, rows: list[list[int]]) -> Stored:
-        """A leaf; `rows` has for each of its copies the row on each device."""
-        if leaf is None:
-            blocks = tuple(_block((row,), place, place.shape, ()) for row in itertools.chain(*rows))
-            location = Location(name, place.array, place.shape, blocks[:1])
-            return Stored(location, blocks)
-        shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
-        copies = []
-        for device_rows in rows:
-            for d, row in enumerate(device_rows):
-                ends = (min(n * leaf.num_rows, shape[leaf.dim]) for n in (d, d + 1))
-                block = _block((row,), place, shape, (*before, slice(*ends)))
-                part = tuple(leaf.part.shape)
-                copies.append(dataclasses.replace(block, shape=part))
-        location = Location(name, place.array, shape, tuple(copies[:D]))
-        return Stored(location, tuple(copies))
-
-    order = [newest, *(v for v in range(V) if v != newest)]
-    versions = [[d * V + version for d in range(D)] for version in order]
-    update, _, parted_state = engine.updates.of_units[number]
-    states = [[r * D + d for d in range(D)] for r in range(num_states)]
-    paths = optimizer_paths(program, unit.indices)
-    return Owner(
-        layers=unit.indices,
-        home=unit.home,
-        devices=tuple(range(D)),
-        update=update,
-        layer_leaves={
-            "parameters": {
-                layer.index: [
-                    stored("parameters", place, leaf, versions)
-                    for place, leaf in zip(layer.places, layer.leaves, strict=True)
-                ]
-                for layer in unit.layers
-            }
-        },
-        weights=[[stored("parameters", place, leaf, versions)] for place, leaf in unit.stored().items()],
-        optimizer_state={
-            path: stored("optimizer_state", piece.place, leaf, states)
-            for path, leaf, (piece,) in zip(paths, parted_state, update.state, strict=True)
-        },
-    )
+    Args:
+      group: the field of `PipelineState`.
+      pieces: the pieces of the leaf, each with the device and the lead of every copy of it. The parts of one copy
+        follow each other.
+      row: the row at the places.
+      shape: the shape of the leaf; None: that of its only piece.
+    """
+    first, blocks = [], []
+    for piece, copies in pieces:
+        piece_blocks = [_block(piece, row, d, lead) for d, lead in copies]
+        first += piece_blocks[: 1 if piece.parted is None else piece.parted.num_parts]
+        blocks += piece_blocks
+    piece, _ = pieces[0]
+    shape = blocks[0].view if shape is None else shape
+    return Stored(Location(group, piece.place.array, shape, tuple(first)), tuple(blocks))
 
 
 def _lead(rows: ArrayRows, array: str, device: int, row: int, replica: int = 0) -> tuple[int]:
@@ -317,10 +281,15 @@ def _lead(rows: ArrayRows, array: str, device: int, row: int, replica: int = 0) 
     return (position * rows.number(array) + rows.row(array, device, row),)
 
 
-def _block(lead: tuple, place: Place, view: tuple[int, ...], index: tuple, row: int = 0) -> Block:
+def _block(piece: Piece, row: int, device: int, lead: tuple) -> Block:
+    """What a device has of a piece, in row `row` of its place."""
+    place, view, index, shape = piece.place, piece.view, piece.index, ()
+    if piece.parted is not None:
+        view, shape = tuple(piece.parted.aval.shape), tuple(piece.parted.part.shape)
+        index = (*[slice(None)] * piece.parted.dim, piece.parted.rows(device))
     start = int(place.start(row))
     plain = tuple((i.start, i.stop) if isinstance(i, slice) else i for i in index)
-    return Block(tuple(map(int, lead)), start, start + place.block[0], view, plain)
+    return Block(tuple(map(int, lead)), start, start + place.block[0], view, plain, shape)
 
 
 def locations(program: Program, rounds: int) -> Leaves:
@@ -427,12 +396,6 @@ def _path(layer: int, path: tuple) -> str:
     return jax.tree_util.keystr((jax.tree_util.SequenceKey(layer), *path))
 
 
-def layers_together(stages: Stages) -> list[tuple[int, ...]]:
-    """The layers of each stage, and of each unit of vocabulary layers."""
-    stage_layers = [tuple(stages.layers_of(s)) for s in range(stages.num_stages)]
-    return stage_layers + [unit.indices for unit in stages.vocabulary.units]
-
-
 def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape of each leaf of the optimizer's state for some layers, in order. No leaf is a part."""
     stages = program.stages
@@ -440,9 +403,3 @@ def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.Sh
     tree = seen_by_optimizer(stages, layers, parameters)
     shapes = jax.eval_shape(program.settings.optimizer.init, tree)
     return {jax.tree_util.keystr(p): a for p, a in jax.tree.leaves_with_path(shapes)}
-
-
-def update_of(program: Program, stage: int) -> StageUpdate:
-    """The update of a stage."""
-    updates = program.engine.updates
-    return updates.programs[updates.program_of_stage[stage]]

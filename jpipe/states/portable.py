@@ -25,7 +25,6 @@ from jpipe.program import Program
 from jpipe.stages.optimizer import seen_by_optimizer
 from jpipe.states.locations import (
     Leaves,
-    layers_together,
     locations,
     optimizer_paths,
     read,
@@ -144,7 +143,7 @@ def from_portable(program: Program, source: Portable, *, matching: bool = False)
     check_fit("params", leaves.params, stages.layers, "parameters")
     mutable = leaves.layers["mutable_state"]
     check_fit("mutable_state", mutable, stages.layers, "state")
-    wanted = {layers: optimizer_paths(program, layers) for layers in layers_together(stages)}
+    wanted = {layers: optimizer_paths(program, layers) for layers in stages.owners}
     if not matching:
         _check_same_paths(leaves, set().union(*wanted.values()))
         check_same_optimizer(program, source.optimizer)
@@ -272,7 +271,7 @@ def with_params(state: PipelineState, function: Callable[[Any, Any], Any]) -> Pi
     stages, optimizer = program.stages, program.settings.optimizer
     leaves = read(state, locations(program, num_rounds(state)))
     params = [jax.tree.leaves(tree) for tree in leaves.params]
-    for layers in layers_together(stages):
+    for layers in stages.owners:
         seen = seen_by_optimizer(stages, layers, leaves.params)
         state_leaves = [
             next(of[path] for i in layers if path in (of := leaves.optimizer_state[i]))
