@@ -54,7 +54,7 @@ from jpipe.stages.vector_blocks import (
     is_elementwise,
     on_shape,
 )
-from jpipe.stages.vocabulary import Unit
+from jpipe.stages.vocabulary import PartedLeaf
 
 __all__ = [
     "EXTRA_ARGS",
@@ -155,17 +155,18 @@ class _Placed(NamedTuple):
     row: int
 
 
-def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
-    """For each leaf of `seen_by_optimizer` its copies on the stage."""
+def _leaf_copies(stages: Stages, owner: int) -> tuple[tuple[_Placed, ...], ...]:
+    """For each leaf of `seen_by_optimizer` its copies on a stage, or on another of `Stages.owners`."""
     places = {
         (layer, j): _Placed(place, gradient, row)
-        for layer, run, row in stages.layer_runs(stage)
+        for layer, run, row in stages.layer_runs(owner)
         for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients, strict=True))
     }
     copies = {leaf: [place] for leaf, place in places.items()}
     for first, *others in stages.ties:
-        on_stage = [places[leaf] for leaf in others if leaf in places]
-        copies.setdefault(first, []).extend(on_stage)
+        # Tied weights of a unit have one place.
+        found = [places[leaf] for leaf in others if leaf in places and places[leaf] != places.get(first)]
+        copies.setdefault(first, []).extend(found)
         for leaf in others:
             copies.pop(leaf, None)
     return tuple(tuple(copies[leaf]) for leaf in places if leaf in copies)
@@ -226,25 +227,64 @@ def _largest_owners(owners: Sequence[str | None], avals: Sequence[jax.ShapeDtype
 
 
 class _Draft(NamedTuple):
-    """An update of a stage before the optimizer's state is packed, which needs all stages.
+    """An update of a stage, or of another of `Stages.owners`, before the optimizer's state is packed, which needs all
+    stages.
 
     Attributes:
       equations: as `with_hooks` and `with_sums` return them.
       param_hooks: pass -> hook.
       parameters: for each parameter leaf, `(place, row)` of its copies.
       gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
-      state_leaves: of the optimizer.
       replicas: that share the update.
       reads_stale: whether `equations` reads the weights of `STALE_PARAMS`, which come after the state.
+      parted: for each parameter leaf how it is split over devices; None: it is not.
+      parted_state: the same for each leaf of the optimizer's state.
+      state_leaves: of the optimizer.
     """
 
     equations: Equations
     param_hooks: Mapping[str, Callable]
     parameters: Sequence
     gradients: Sequence[tuple[PlacedSum, int]]
-    state_leaves: Sequence[Leaf]
     replicas: Replicas
     reads_stale: bool
+    parted: Sequence[PartedLeaf | None]
+    parted_state: Sequence[PartedLeaf | None]
+    state_leaves: Sequence[Leaf] = ()
+
+
+def _draft(
+    stages: Stages,
+    owner: int,
+    optimizer: optax.GradientTransformationExtraArgs,
+    flat: FlatUpdate,
+    hooks: Mapping[str, Callable],
+    replicas: Replicas,
+) -> _Draft:
+    """The update of one of `Stages.owners`, without leaves of the state.
+
+    The optimizer sees whole layers, also where a device has parts of them: what it does may depend on their shapes.
+
+    Args:
+      stages: the model.
+      owner: position in `Stages.owners`.
+      optimizer: any Optax chain.
+      flat: the same on the layers of the owner.
+      hooks: as in `make_updates`.
+      replicas: that share the update.
+    """
+    check_state_dtypes(flat)
+    tree = seen_by_optimizer(stages, stages.owners[owner], [layer.parameters for layer in stages.layers])
+    flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()}
+    placed = _leaf_copies(stages, owner)
+    copies = tuple(tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed)
+    gradients = tuple((first.gradient, first.row) for first, *_ in placed)
+    equations = with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients])
+    parted = [stages.vocabulary.parted.get(first.parameter) for first, *_ in placed]
+    parted_of = dict(zip(flat.parameters, parted, strict=True))
+    state_owners = flat.owners() if any(parted) else [None] * len(flat.state)
+    parted_state = [None if path is None else parted_of[path] for path in state_owners]
+    return _Draft(equations, flat_hooks, copies, gradients, replicas, flat.reads_stale, parted, parted_state)
 
 
 def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> Draft:
@@ -255,14 +295,20 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
       state: for each leaf of the optimizer's state, its place if nobody shares it.
       devices: of each copy of each stage that has this update.
     """
-    equations, parameters = draft.equations, draft.parameters
-    state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
-    weights = [PackedLeaf("parameters", copies) for copies in parameters]
-    gradients = [
-        PackedLeaf(placed.sum.group, [(place, row)]) for placed, row in draft.gradients for place in placed.places
+    equations = draft.equations
+    state_leaves = [
+        PackedLeaf("optimizer_state", [(place, 0)], leaf) for place, leaf in zip(state, draft.parted_state, strict=True)
     ]
-    hooked = [PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters]
-    stale = [PackedLeaf(STALE_PARAMS, copies) for copies in parameters]
+    weights = [
+        PackedLeaf("parameters", copies, leaf) for copies, leaf in zip(draft.parameters, draft.parted, strict=True)
+    ]
+    gradients = [
+        PackedLeaf(placed.sum.group, [(place, row)], leaf)
+        for (placed, row), leaf in zip(draft.gradients, draft.parted, strict=True)
+        for place in placed.places
+    ]
+    hooked = [weight._replace(arrays=name) for name in draft.param_hooks for weight in weights]
+    stale = [weight._replace(arrays=STALE_PARAMS) for weight in weights]
     inputs = weights + gradients + state_leaves + stale * draft.reads_stale
     outputs = weights + state_leaves + hooked
     # Every part may read scalars, constants of the optimizer, and extra arguments.
@@ -281,10 +327,12 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
         if (v.aval.size == 1 and not _is_factor(inputs[i : i + 1])) or v in constants or i >= len(inputs)
     ]
     parts = [
-        PackedPart(
-            part.equations,
-            [inputs[i] for i in part.inputs[: len(part.inputs) - len(common)]],
-            [outputs[i] for i in part.outputs],
+        _on_parts(
+            PackedPart(
+                part.equations,
+                [inputs[i] for i in part.inputs[: len(part.inputs) - len(common)]],
+                [outputs[i] for i in part.outputs],
+            )
         )
         for part in equations.parts(common)
     ]
@@ -355,42 +403,24 @@ def make_updates(
     tree = seen_by_optimizer(stages, range(len(stages.layers)), parameters)
     norm_dtype = real_dtype(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
-    trees = [stage_tree(stages, s, parameters) for s in range(stages.num_stages)]
+    units, alone = stages.vocabulary.units, Replicas(1, 1)
+    names = [*(f"stage {s}" for s in range(stages.num_stages)), *(f"the {unit.name}" for unit in units)]
     flat_of = functools.partial(flat_update, optimizer, norm_dtype=norm_dtype, reads_stale=whole.reads_stale)
-    on_stages = [flat_of(tree, where=f"stage {s} by itself") for s, tree in enumerate(trees)]
-    units = [
-        flat_of(
-            seen_by_optimizer(stages, unit.indices, parameters),
-            where=f"the {unit.name} by itself",
-        )
-        for unit in stages.vocabulary.units
+    flats = [
+        flat_of(seen_by_optimizer(stages, layers, parameters), where=f"{name} by itself")
+        for name, layers in zip(names, stages.owners, strict=True)
     ]
     if stages.num_stages > 1:
-        check_layers_apart(whole, [*on_stages, *units])
+        check_layers_apart(whole, flats)
     check_global_norm(optimizer, tree, norm_dtype, whole)
 
     drafts: dict[tuple, _Draft] = {}
     program_of_stage = []
-    for s, (flat, tree) in enumerate(zip(on_stages, trees)):
-        check_state_dtypes(flat)
-        flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in (hooks or {}).items()}
-        placed = _leaf_copies(stages, s)
-        copies = tuple(tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed)
-        gradients = tuple((first.gradient, first.row) for first, *_ in placed)
-        equations = with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients])
-        sharing = Replicas(1, 1) if replicas is None else replicas[s]
-        key = stages.program_of_stage[s], copies, equations.text(), sharing
+    for s, flat in enumerate(flats[: stages.num_stages]):
+        draft = _draft(stages, s, optimizer, flat, hooks or {}, alone if replicas is None else replicas[s])
+        key = stages.program_of_stage[s], draft.parameters, draft.equations.text(), draft.replicas
         if key not in drafts:
-            state_leaves = _state_leaves(flat, copies, offload)
-            drafts[key] = _Draft(
-                equations,
-                flat_hooks,
-                copies,
-                gradients,
-                state_leaves,
-                sharing,
-                flat.reads_stale,
-            )
+            drafts[key] = draft._replace(state_leaves=_state_leaves(flat, draft.parameters, offload))
         program_of_stage.append(list(drafts).index(key))
     devices_of = devices_of_owners(program_of_stage, devices)
     whole_state = Packing.of(
@@ -399,28 +429,18 @@ def make_updates(
         devices_of,
         tight=True,
     )
-    in_parts = [
-        _in_parts(draft, places, of_draft)
-        for draft, places, of_draft in zip(drafts.values(), whole_state.places, devices_of, strict=True)
-    ]
     sizes = None
     if one_row and stages.vectors.whole and not whole.reads_stale:
         sizes = _sizes_of_vectors(stages, whole_state)
-    grouped, packing = group_updates(
-        _in_blocks(in_parts, stages.vectors, sizes),
-        whole_state,
-        axis_sizes or {},
-        stages.vectors.weights,
-    )
-    programs = [_stage_update(draft, of_program) for draft, of_program in zip(drafts.values(), grouped, strict=True)]
-    of_units = [
-        _unit_update(stages, unit, optimizer, flat, hooks or {})
-        for unit, flat in zip(stages.vocabulary.units, units, strict=True)
-    ]
-    by_operation = {UPDATE: programs}
-    by_operation |= {unit.update: [update] for unit, (update, _) in zip(stages.vocabulary.units, of_units, strict=True)}
-    packing = packing.beside(of_unit for _, of_unit in of_units)
-    return StageUpdates(by_operation, program_of_stage, packing, norm_dtype, whole.reads_stale)
+    updates_of = functools.partial(_stage_updates, vectors=stages.vectors, axis_sizes=axis_sizes or {})
+    of_stages, packing = updates_of([*drafts.values()], whole_state, devices_of, sizes=sizes)
+    by_operation, packings = {UPDATE: of_stages}, []
+    for owner, unit in enumerate(units, stages.num_stages):
+        draft = _draft(stages, owner, optimizer, flats[owner], hooks or {}, alone)
+        state = Packing.of([_state_of_parts(flats[owner], draft)]).named(unit.name)
+        by_operation[unit.update], of_unit = updates_of([draft], state, [[0]])
+        packings.append(of_unit)
+    return StageUpdates(by_operation, program_of_stage, packing.beside(packings), norm_dtype, whole.reads_stale)
 
 
 def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:
@@ -435,14 +455,44 @@ def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], i
     }
 
 
+def _stage_updates(
+    drafts: Sequence[_Draft],
+    state: Packing,
+    devices: Sequence[Sequence[int]],
+    vectors: Vectors,
+    axis_sizes: Mapping[str, int],
+    sizes: Mapping[tuple[str, str], int] | None = None,
+) -> tuple[list[StageUpdate], Packing]:
+    """The updates of some drafts, and how their state is packed.
+
+    Args:
+      drafts: the updates.
+      state: how the state is packed if nobody shares it, one owner for each draft.
+      devices: for each draft of each copy of each stage that has the update.
+      vectors: which leaves lie in vectors.
+      axis_sizes: as in `make_updates`.
+      sizes: of vectors that are changed at once, see `_sizes_of_vectors`.
+    """
+    in_parts = [
+        _in_parts(draft, places, of_draft)
+        for draft, places, of_draft in zip(drafts, state.places, devices, strict=True)
+    ]
+    grouped, packing = group_updates(_in_blocks(in_parts, vectors, sizes), state, axis_sizes, vectors.weights)
+    return [_stage_update(draft, of_draft) for draft, of_draft in zip(drafts, grouped, strict=True)], packing
+
+
 def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
+    pieces = [
+        [dataclasses.replace(piece, parted=leaf) for piece in of_leaf]
+        for of_leaf, leaf in zip(grouped.pieces, draft.parted_state, strict=True)
+    ]
     return StageUpdate(
         grouped.groups,
         grouped.common,
         draft.param_hooks,
         draft.parameters,
         draft.gradients,
-        grouped.pieces,
+        pieces,
         draft.replicas,
     )
 
@@ -450,79 +500,21 @@ def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
 # -- Vocabulary layers
 
 
-def _unit_update(
-    stages: Stages,
-    unit: Unit,
-    optimizer: optax.GradientTransformationExtraArgs,
-    flat: FlatUpdate,
-    hooks: Mapping[str, Callable],
-) -> tuple[StageUpdate, Packing]:
-    """The update of a device's parts of the layers of a unit, and how a device's state is packed.
+def _state_of_parts(flat: FlatUpdate, draft: _Draft) -> list[Leaf]:
+    """The optimizer's state of a unit: a device's parts, and all of what belongs to no parameter.
 
-    The devices of a pipeline share the unit, and its replicas along "data" all update the same. The optimizer sees
-    whole
-    layers: what it does may depend on their shapes.
-
-    Args:
-      stages: the model.
-      unit: the unit.
-      optimizer: any Optax chain.
-      flat: the same on the layers of the unit.
-      hooks: as in `make_updates`.
+    Replicas along "data" all update the same.
     """
-    tree = seen_by_optimizer(stages, unit.indices, [layer.parameters for layer in stages.layers])
-    check_state_dtypes(flat)
-    flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()}
-    stored = unit.stored()
-    places = [[(place, 0)] for place in stored]
-    leaf_of = dict(zip(flat.parameters, stored.values(), strict=True))
-    parted = tuple(None if p is None else leaf_of[p] for p in flat.owners())
-    state_leaves = [
+    return [
         Leaf(aval) if leaf is None else Leaf(leaf.part_like(aval.dtype), spec=leaf.spec)
-        for leaf, aval in zip(parted, flat.state_avals, strict=True)
+        for leaf, aval in zip(draft.parted_state, flat.state_avals, strict=True)
     ]
-    packing = Packing.of([state_leaves]).named(unit.name)
-    sums = [PlacedSum(stages.gradient_sums.plain(Leaf(leaf.part)), (place,)) for place, leaf in stored.items()]
-    draft = _Draft(
-        with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed in sums]),
-        flat_hooks,
-        places,
-        [(placed, 0) for placed in sums],
-        state_leaves,
-        Replicas(1, 1),
-        flat.reads_stale,
-    )
-    in_parts = _in_parts(draft, packing.places[0], [0])
-    parted_state = dict(zip(packing.places[0], parted, strict=True))
-
-    def with_parted(leaf: PackedLeaf) -> PackedLeaf:
-        ((place, _),) = leaf.copies
-        leaves = parted_state if leaf.arrays == "optimizer_state" else stored
-        return leaf._replace(parted=leaves[place])
-
-    in_parts = in_parts._replace(
-        parts=[
-            _on_parts(
-                part._replace(
-                    inputs=list(map(with_parted, part.inputs)),
-                    outputs=list(map(with_parted, part.outputs)),
-                )
-            )
-            for part in in_parts.parts
-        ],
-        common=list(map(with_parted, in_parts.common)),
-    )
-    vectors = stages.vectors
-    in_blocks = _in_blocks([in_parts], vectors)
-    (grouped,), packing = group_updates(in_blocks, packing, {}, vectors.weights)
-    pieces = [[dataclasses.replace(piece, parted=leaf)] for (piece,), leaf in zip(grouped.pieces, parted, strict=True)]
-    return _stage_update(draft, grouped._replace(pieces=pieces)), packing
 
 
 def _on_parts(part: PackedPart) -> PackedPart:
     """A part of an update on the parts of parameters, if it works element by element; else on whole parameters."""
     ways = {leaf.parted for leaf in part.leaves}
-    leaf = next(iter(ways))
+    leaf = next(iter(ways), None)
     if len(ways) > 1 or leaf is None or not is_elementwise(part):
         return part
 
