@@ -35,18 +35,16 @@ class _Places(NamedTuple):
 
 
 def _places(device: TrainingDevice, every_copy_counts: bool) -> _Places:
-    spec, lowered = device.spec, device.spec.lowered
-    units = spec.stages.vocabulary.units
+    lowered = device.spec.lowered
     R, D = lowered.num_chunks, lowered.schedule.num_devices
-    stage = np.zeros((D, R + len(units)), np.int32)
+    stage = np.zeros((D, R + len(lowered.homes)), np.int32)
     used = np.zeros(stage.shape, bool)
     counts = np.zeros(stage.shape, bool)
     for s, copies in enumerate(lowered.copies):
         for place in copies:
             stage[place], used[place] = s, True
             counts[place] = every_copy_counts or place == copies[0]
-    for u, unit in enumerate(units):
-        stage[:, R + u] = unit.home
+    stage[:, R:] = lowered.homes
     used[:, R:] = counts[:, R:] = True
     return _Places(stage, used, counts)
 

@@ -201,8 +201,7 @@ class TrainingPass(PassSpec):
             **self._stage_constants(),
             "update": {("program",): programs, **of_stage},
         }
-        for unit in self.stages.vocabulary.units:
-            constants[unit.update] = {**self._one_program, **of_stage}
+        constants |= dict.fromkeys(self.updates.together, {**self._one_program, **of_stage})
         return scalar_table(self.lowered, constants, self.rows, newest=False)
 
     @property

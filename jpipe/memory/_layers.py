@@ -128,16 +128,7 @@ def optimizer(builder: Builder, _: int) -> list[Block]:
                 layers=(layers.start, layers.stop),
             )
         )
-    shapes = builder.layout["optimizer_state"].shapes
-    for unit in builder.stages.vocabulary.units:
-        blocks.append(
-            builder.always(
-                f"{unit.name}: optimizer",
-                "optimizer",
-                builder.unit_bytes(shapes, unit),
-            )
-        )
-    return blocks
+    return blocks + _unit_blocks(builder, "optimizer_state", "optimizer")
 
 
 def gradients(builder: Builder, num_bytes: int) -> list[Block]:
@@ -168,10 +159,13 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
                     layers=(layer, layer + 1),
                 )
             )
-    shapes = builder.layout["gradients"].shapes
-    for unit in builder.stages.vocabulary.units:
-        blocks.append(builder.always(f"{unit.name}: gradient", "gradient", builder.unit_bytes(shapes, unit)))
-    return blocks
+    return blocks + _unit_blocks(builder, "gradients", "gradient")
+
+
+def _unit_blocks(builder: Builder, name: str, use: str) -> list[Block]:
+    """The blocks of the vocabulary layers in the arrays of a field."""
+    shapes, units = builder.layout[name].shapes, builder.stages.vocabulary.units
+    return [builder.always(f"{unit.name}: {use}", use, builder.unit_bytes(shapes, unit)) for unit in units]
 
 
 # -- In flight
