@@ -91,15 +91,14 @@ def minibatch_of(state: PipelineState) -> Any:
 
 
 def layers_here(program: Program) -> set[int]:
-    """The layers that have a stage on a device of this process."""
+    """The layers that a device of this process has, of any copy of their stage."""
     mesh, here = program.settings.mesh, jax.process_index()
-    stage_layers = {
+    return {
         i
-        for s, (d, _) in enumerate(program.placement)
-        if any(a.process_index == here for a in devices_along(mesh, STAGE, d))
-        for i in program.stages.layers_of(s)
+        for layers, copies in zip(program.stages.owners, program.engine.lowered.owner_copies, strict=True)
+        if any(device.process_index == here for d, _ in copies for device in devices_along(mesh, STAGE, d))
+        for i in layers
     }
-    return stage_layers | {layer.index for layer in program.stages.vocabulary.layers}
 
 
 def num_started(state: PipelineState) -> int:

@@ -1,6 +1,7 @@
 """Another pipeline goes on where one stopped, and low-precision compute with full-precision weights."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,19 @@ def goes_on_alike(pipe, state, other, adopted, batches):
         np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=1e-5)
     assert_close(other.get_params(adopted), pipe.get_params(state), "float32")
     return state, adopted, metrics, others
+
+
+def test_a_process_needs_the_layers_of_every_copy_that_it_has(monkeypatch):
+    """Three devices have a copy of the first stage, and two processes have two devices each."""
+    program = make(SCHEDULES.one_f_one_b(2, 4, replicas=(3, 1)))._program(batch_of(12))
+
+    def devices_of(mesh, axis, d):
+        return [types.SimpleNamespace(process_index=d // 2)]
+
+    monkeypatch.setattr(portable, "devices_along", devices_of)
+    for process, stages in ((0, [0]), (1, [0, 1])):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert portable.layers_here(program) == {i for s in stages for i in program.stages.layers_of(s)}
 
 
 @pytest.mark.exhaustive
