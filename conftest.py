@@ -4,10 +4,12 @@ XLA reads its flags when JAX first uses a device, so they are set while this fil
 """
 
 import collections
+import functools
 import gc
 import os
 import random
 import time
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,9 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import chex  # noqa: E402
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax._src import cache_key, compiler  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
 
 import jpipe  # noqa: E402
 from jpipe.layers.quick_jit import quick_options  # noqa: E402
@@ -47,25 +52,42 @@ os.environ["XLA_FLAGS"] = _FLAGS.strip()
 # its bias correction raises a Python float to an int32 power.
 
 
+# A third of the seconds of XLA go to programs that this process has compiled before. JAX's cache on disk costs as much
+# as it saves, so executables are kept as they are, by JAX's key of that cache.
+_executables: dict[str, Any] = {}
+
+
+def _compile_once(backend, module, devices, options, host_callbacks):
+    if host_callbacks:  # the executable holds the Python functions
+        return _compile(backend, module, devices, options, host_callbacks)
+    key = cache_key.get(module, np.array(list(devices)), options, backend)
+    if key not in _executables:
+        _executables[key] = _compile(backend, module, devices, options, host_callbacks)
+    return _executables[key]
+
+
+_compile, compiler.backend_compile_and_load = compiler.backend_compile_and_load, _compile_once
+
+# JAX makes a context of MLIR for every program, which takes longer than to lower a small program.
+mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+
+
+@pytest.fixture
+def forget_executables():
+    """A function after which an executable lives only if something else than these tests holds it."""
+    return _executables.clear
+
+
 _PROGRAMS_KEPT = 500
-_num_compiled = 0
-
-
-def _count_programs(event: str, *_, **__):
-    global _num_compiled
-    _num_compiled += event == "/jax/core/compile/backend_compile_duration"
-
-
-jax.monitoring.register_event_duration_secs_listener(_count_programs)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
     """Thousands of compiled programs slow every later test down, and are of little use to the next modules."""
-    global _num_compiled
     yield
-    if _num_compiled > _PROGRAMS_KEPT:
-        _num_compiled = 0
+    if len(_executables) > _PROGRAMS_KEPT:
+        _executables.clear()
+        mlir.make_ir_context.cache_clear()
         jax.clear_caches()
         gc.collect()
 

@@ -32,17 +32,18 @@ def use_a_pipeline(name):
     pipe.get_params(state)
 
 
-def left_behind():
+def left_behind(forget_executables):
     """Programs, and executables of XLA."""
+    forget_executables()
     gc.collect()
     programs = sum(isinstance(one, Program) for one in gc.get_objects())
     return programs, len(jax.devices()[0].client.live_executables())
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "pipedream"])
-def test_nothing_is_left_of_a_pipeline(name):
+def test_nothing_is_left_of_a_pipeline(name, forget_executables):
     use_a_pipeline(name)  # small functions that all pipelines share are compiled
-    before = left_behind()
+    before = left_behind(forget_executables)
     for _ in range(2):
         use_a_pipeline(name)
-    assert left_behind() == before
+    assert left_behind(forget_executables) == before
