@@ -57,19 +57,25 @@ os.environ["XLA_FLAGS"] = _FLAGS.strip()
 _executables: dict[str, Any] = {}
 
 
-def _compile_once(backend, module, devices, options, host_callbacks):
-    if host_callbacks:  # the executable holds the Python functions
-        return _compile(backend, module, devices, options, host_callbacks)
-    key = cache_key.get(module, np.array(list(devices)), options, backend)
-    if key not in _executables:
-        _executables[key] = _compile(backend, module, devices, options, host_callbacks)
-    return _executables[key]
+def _compiled_once(compile_program):
+    def compile_once(backend, module, devices, options, host_callbacks):
+        if host_callbacks:  # the executable holds the Python functions
+            return compile_program(backend, module, devices, options, host_callbacks)
+        key = cache_key.get(module, np.array(list(devices)), options, backend)
+        if key not in _executables:
+            _executables[key] = compile_program(backend, module, devices, options, host_callbacks)
+        return _executables[key]
+
+    return compile_once
 
 
-_compile, compiler.backend_compile_and_load = compiler.backend_compile_and_load, _compile_once
-
+# The names are private: without them the tests take longer.
+if hasattr(compiler, "backend_compile_and_load") and hasattr(cache_key, "get"):
+    compiler.backend_compile_and_load = _compiled_once(compiler.backend_compile_and_load)
 # JAX makes a context of MLIR for every program, which takes longer than to lower a small program.
-mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+_contexts = functools.cache(getattr(mlir, "make_ir_context", object))
+if hasattr(mlir, "make_ir_context"):
+    mlir.make_ir_context = _contexts
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def _forget_programs():
     yield
     if len(_executables) > _PROGRAMS_KEPT:
         _executables.clear()
-        mlir.make_ir_context.cache_clear()
+        _contexts.cache_clear()
         jax.clear_caches()
         gc.collect()
 
