@@ -267,7 +267,7 @@ class Packing:
             on TPUs whenever it is read.
         """
         of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
-        stages = _Stages.of([[o] for o in range(len(owners))] if devices is None else devices)
+        stages = _StageCounts.of([[o] for o in range(len(owners))] if devices is None else devices)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         in_vectors: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(of_owners):
@@ -375,7 +375,7 @@ def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
     return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, chunk
 
 
-class _Stages(NamedTuple):
+class _StageCounts(NamedTuple):
     """How many stages of each owner are on each device.
 
     Attributes:
@@ -385,7 +385,7 @@ class _Stages(NamedTuple):
     number: np.ndarray
 
     @classmethod
-    def of(cls, devices: Sequence[Sequence[int]]) -> "_Stages":
+    def of(cls, devices: Sequence[Sequence[int]]) -> "_StageCounts":
         """From the device of each stage of each owner."""
         number_of_devices = 1 + max(map(max, filter(None, devices)), default=0)
         number = [np.bincount(np.array(of, int), minlength=number_of_devices) for of in devices]
@@ -401,7 +401,7 @@ class _Stages(NamedTuple):
         return int(self.number.shape[1] * rows * max(sizes))
 
 
-def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
+def _tightened(pooled: set, counts: Mapping, stages: _StageCounts) -> set:
     """The pools that are left if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
 
     Args:

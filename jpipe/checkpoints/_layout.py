@@ -19,9 +19,9 @@ from jpipe.program import Program
 from jpipe.states.locations import (
     LAYER_ARRAYS,
     WHOLE_ARRAYS,
-    Block,
     Leaves,
     Location,
+    PackedBlock,
     locations,
 )
 from jpipe.states.portable import is_in_flight
@@ -163,7 +163,7 @@ def _from_json(values: Any) -> Location:
         array,
         tuple(shape),
         tuple(
-            Block(
+            PackedBlock(
                 lead=tuple(lead),
                 start=start,
                 stop=stop,

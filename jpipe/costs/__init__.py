@@ -10,7 +10,7 @@ import jax
 from jpipe import packing
 from jpipe.engine.layout import StateLayout
 from jpipe.engine.shapes import local_bytes
-from jpipe.engine.state_arrays import Held
+from jpipe.engine.state_arrays import OnReplicas
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA, STAGE
@@ -142,7 +142,7 @@ def shards(program: Program) -> list[ShardRecord]:
         leaves = jax.tree.leaves([group.shapes for group in groups])
         numbers = sum(math.prod(a.shape) for a in leaves)
         by_engine = {STAGE}
-        if all(group.held is Held.PART for group in groups):
+        if all(group.held is OnReplicas.PART for group in groups):
             by_engine.add(DATA)
         split = {axis: 1.0 for axis in mesh.shape if axis in by_engine and numbers}
         for axis in mesh.shape:

@@ -26,7 +26,7 @@ from jpipe.mesh import HOST_MEMORY
 from jpipe.options import exclusions
 from jpipe.packing import CHUNK
 from jpipe.program import Program
-from jpipe.stages.offload import LEAST_SLOTS, NO_OFFLOAD, Moves, Offload
+from jpipe.stages.offload import LEAST_SLOTS, NO_OFFLOAD, HostMoves, Offload
 
 _CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
 """The chunks that are tried, in numbers."""
@@ -93,7 +93,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     left = plain_arrays - options[0].num_bytes
     schedule = settings.schedule
     passes = 2 + schedule.splits_backward + settings.numbers.runs_forward_again
-    moves = Moves.of(schedule.num_microbatches, passes)
+    moves = HostMoves.of(schedule.num_microbatches, passes)
     moved_of_others = moves.weights * weights + moves.gradients * gradients
     moves_of_others = moved_of_others / max(weights + gradients, 1)
 

@@ -23,7 +23,7 @@ from jpipe.mesh import STAGE
 from jpipe.packing import Place
 
 
-class _Rows(NamedTuple):
+class _RowRange(NamedTuple):
     """Neighbouring rows of a pool, or elements of a vector."""
 
     array: str
@@ -31,22 +31,22 @@ class _Rows(NamedTuple):
     size: int
 
 
-def _rows(places: Iterable[tuple[Place, int]]) -> list[_Rows]:
+def _rows(places: Iterable[tuple[Place, int]]) -> list[_RowRange]:
     """The rows of leaves, as few blocks.
 
     Example:
       >>> place = Place("float32", base=2, stride=3, count=2, shape=(3,), flat=True)
       >>> _rows([(place, 1), (place, 0)])
-      [_Rows(array='float32', start=2, size=6)]
+      [_RowRange(array='float32', start=2, size=6)]
     """
-    blocks: list[_Rows] = []
+    blocks: list[_RowRange] = []
     for place, row in sorted(places, key=lambda p: (p[0].array, p[0].start(p[1]))):
         start, size = int(place.start(row)), place.block[0]
         last = blocks[-1] if blocks else None
         if last and (last.array, last.start + last.size) == (place.array, start):
             blocks[-1] = last._replace(size=last.size + size)
         else:
-            blocks.append(_Rows(place.array, start, size))
+            blocks.append(_RowRange(place.array, start, size))
     return blocks
 
 
@@ -80,7 +80,7 @@ def _sum(
     device: TrainingDevice,
     copies: Sequence[tuple[int, int]],
     group: str,
-    blocks: Sequence[_Rows],
+    blocks: Sequence[_RowRange],
     arrays: Packed,
     _: None,
 ) -> Packed:
@@ -93,10 +93,10 @@ def _sum(
       blocks: where the stage's accumulators are.
       arrays: packed accumulators `[R, ...]`.
     """
-    ring = Ring.of(device, copies)
+    ring = CopyRing.of(device, copies)
     lead = device.lead(group, ring.chunk)
 
-    def start_of(block: _Rows) -> list[jax.Array]:
+    def start_of(block: _RowRange) -> list[jax.Array]:
         return packing.index(arrays[block.array], [*lead(block.array), block.start])
 
     values = [
@@ -119,7 +119,7 @@ def _sum(
     return arrays
 
 
-class Ring(NamedTuple):
+class CopyRing(NamedTuple):
     """The copies of one stage, which exchange by permutes (Patarasuk and Yuan, 2009).
 
     TPUs have no collectives over groups of unequal sizes. All devices of the axis "stage" call the methods. What
@@ -140,7 +140,7 @@ class Ring(NamedTuple):
     is_member: jax.Array
 
     @classmethod
-    def of(cls, device: TrainingDevice, copies: Sequence[tuple[int, int]]) -> "Ring":
+    def of(cls, device: TrainingDevice, copies: Sequence[tuple[int, int]]) -> "CopyRing":
         """The ring of some copies, each `(device, position of the stage on it)`."""
         num_devices = device.spec.schedule.num_devices
         group = tuple(d for d, _ in copies)

@@ -62,7 +62,7 @@ from jpipe.engine.spec import ForwardPass, PassSpec
 from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
-from jpipe.lowering.lower import Phase
+from jpipe.lowering.lower import TickRange
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import FSDP
 
@@ -235,7 +235,7 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     if late and updates[:-1].any():
         rows_before = jnp.concatenate([jnp.full_like(rows[:1], -1), rows[:-1]])
 
-    def tick(phase: Phase, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
+    def tick(phase: TickRange, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
         row, row_before = xs
         if row_before is not None:
             before = TickScalars(spec.scalars, row_before)
@@ -258,7 +258,7 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     return arrays
 
 
-def _received(spec: PassSpec, phase: Phase, arrays: TickArrays) -> tuple[dict[int, Packed], dict[int, Packed]]:
+def _received(spec: PassSpec, phase: TickRange, arrays: TickArrays) -> tuple[dict[int, Packed], dict[int, Packed]]:
     """The received messages by channel: of the channels that move in the ticks of a phase, and of the others."""
     moving: dict[int, Packed] = {}
     resting: dict[int, Packed] = {}
@@ -271,7 +271,7 @@ def _received(spec: PassSpec, phase: Phase, arrays: TickArrays) -> tuple[dict[in
 
 def _tick(
     device: Device,
-    phase: Phase,
+    phase: TickRange,
     scalars: TickScalars,
     updates: jax.Array | None,
     arrays: TickArrays,

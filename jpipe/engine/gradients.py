@@ -24,7 +24,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
-from jpipe.engine.copies import Ring
+from jpipe.engine.copies import CopyRing
 from jpipe.engine.shares import each_stage
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
@@ -37,7 +37,7 @@ EXCHANGE_WRITES = ("gradients", "gradient_compression")
 """The arrays of `TickArrays` that an exchange writes."""
 
 
-class Replicas(NamedTuple):
+class StageReplicas(NamedTuple):
     """All replicas of a stage: those along "data", each with all copies of the stage.
 
     Attributes:
@@ -46,7 +46,7 @@ class Replicas(NamedTuple):
     """
 
     data: int
-    ring: Ring | None = None
+    ring: CopyRing | None = None
 
     @property
     def number(self) -> int:
@@ -67,7 +67,7 @@ class Replicas(NamedTuple):
         return lax.pmean(value, DATA) if self.data > 1 else value
 
 
-class Exchange(NamedTuple):
+class GradientExchange(NamedTuple):
     """What the gradients of a column take part in.
 
     Attributes:
@@ -79,7 +79,7 @@ class Exchange(NamedTuple):
 
     device: TrainingDevice
     chunk: jax.Array
-    replicas: Replicas
+    replicas: StageReplicas
     scale: jax.Array | None
 
     def run(
@@ -172,8 +172,8 @@ def exchange_over_data(
       num_updates: 0 or 1.
       arrays: hold `EXCHANGE_WRITES`.
     """
-    replicas = Replicas(device.spec.num_replicas)
-    exchange = Exchange(device, lane.chunk, replicas, device.loss_scale(arrays))
+    replicas = StageReplicas(device.spec.num_replicas)
+    exchange = GradientExchange(device, lane.chunk, replicas, device.loss_scale(arrays))
     gradients, compression = exchange.run(program, arrays.gradients, arrays.gradient_compression, num_updates)
     return arrays.replace(gradients=gradients, gradient_compression=compression)
 
@@ -182,11 +182,11 @@ def exchange_over_copies(device: TrainingDevice, scalars: TickScalars, arrays: R
     """Exchanges compressed gradients between copies and along "data"; every device must call it."""
     scale = device.loss_scale(arrays)
 
-    def exchange(ring: Ring, program: StageUpdate, carry: tuple, n: Any) -> tuple:
+    def exchange(ring: CopyRing, program: StageUpdate, carry: tuple, n: Any) -> tuple:
         of_copies = ring if len(ring.group) > 1 else None
-        replicas = Replicas(device.spec.num_replicas, of_copies)
+        replicas = StageReplicas(device.spec.num_replicas, of_copies)
         gradients, compression = carry
-        of_stage = Exchange(device, ring.chunk, replicas, scale)
+        of_stage = GradientExchange(device, ring.chunk, replicas, scale)
         return of_stage.run(program, gradients, compression, n)
 
     carry = arrays.gradients, arrays.gradient_compression

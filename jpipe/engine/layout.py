@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe import packing
 from jpipe.engine.shapes import local_bytes
 from jpipe.engine.state import STATE_ARRAYS
-from jpipe.engine.state_arrays import BUFFERS, Held, StateArray, StateFacts
+from jpipe.engine.state_arrays import BUFFERS, OnReplicas, StateArray, StateFacts
 from jpipe.mesh import DATA, DEVICE_MEMORY, HOST_MEMORY, STAGE
 
 REPLICATED = PartitionSpec(STAGE)
@@ -51,7 +51,7 @@ class ArrayGroup:
     shapes: Any
     spec: PartitionSpec
     on_host: frozenset[str] = frozenset()
-    held: Held = Held.EQUAL
+    held: OnReplicas = OnReplicas.EQUAL
 
     def num_bytes(self, platform: str, memory_kind: str = DEVICE_MEMORY) -> int:
         """Bytes of one device of a platform, such as "cpu" or "tpu", in its own memory or in the host's."""
@@ -202,7 +202,7 @@ def layout_of(facts: StateFacts, *, forward_only: bool = False) -> StateLayout:
                 on_host |= groups[BUFFERS].on_host
         held = array.held(facts)
         spec = REPLICATED
-        if facts.mesh is not None and held is not Held.EQUAL:
+        if facts.mesh is not None and held is not OnReplicas.EQUAL:
             spec = per_device_spec(facts.mesh)
         groups[array.field] = ArrayGroup(array.field, shapes, spec, on_host, held)
     return StateLayout(facts.mesh, groups)

@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec
 from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import TrainingDevice
-from jpipe.engine.copies import Ring
+from jpipe.engine.copies import CopyRing
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.packing import Lead, Place
 from jpipe.stages.optimizer import StageUpdate
-from jpipe.stages.shares import Division, Replicas
+from jpipe.stages.shares import Division, ReplicaCounts
 from jpipe.stages.update_groups import LeafSlots
 
 Arrays = TypeVar("Arrays")
@@ -44,7 +44,7 @@ class Rank(NamedTuple):
     copy: jax.Array
     data: jax.Array | int
 
-    def share(self, replicas: Replicas) -> jax.Array:
+    def share(self, replicas: ReplicaCounts) -> jax.Array:
         """int32 `[]`, number of the share of this replica."""
         return self.copy * replicas.data + self.data
 
@@ -227,7 +227,7 @@ def scatter_over_copies(device: TrainingDevice, scalars: TickScalars, gradients:
     Single numbers have their sums on all copies. All devices call this.
     """
 
-    def scatter(ring: Ring, program: StageUpdate, gradients: Packed, n: Any) -> Packed:
+    def scatter(ring: CopyRing, program: StageUpdate, gradients: Packed, n: Any) -> Packed:
         lead = device.lead("gradients", ring.chunk)
 
         def scattered(division: Division, leaves: Sequence, _: tuple) -> list:
@@ -305,7 +305,7 @@ def gather_over_copies(
       weights: packed; each copy has its part of those that are updated in this tick.
     """
 
-    def gather(ring: Ring, program: StageUpdate, weights: Packed, n: Any) -> Packed:
+    def gather(ring: CopyRing, program: StageUpdate, weights: Packed, n: Any) -> Packed:
         row = sum(jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.row, 0) for lane in lanes)
 
         def gathered(division: Division, leaves: Sequence, _: tuple) -> list:
@@ -323,7 +323,7 @@ def gather_over_copies(
 def each_stage(
     device: TrainingDevice,
     scalars: TickScalars,
-    exchange: Callable[[Ring, StageUpdate, Arrays, Any], Arrays],
+    exchange: Callable[[CopyRing, StageUpdate, Arrays, Any], Arrays],
     arrays: Arrays,
     *,
     alone: bool = False,
@@ -342,7 +342,7 @@ def each_stage(
         if len(copies) == 1 and not alone:
             continue
         now = scalars.get("copies", "update", s) >= 0
-        ring = Ring.of(device, copies)
+        ring = CopyRing.of(device, copies)
         program = spec.updates.programs[spec.updates.program_of_stage[s]]
         if spec.lowered.target.loops_in_branches:
             arrays = exchange(ring, program, arrays, now.astype(jnp.int32))
@@ -352,5 +352,5 @@ def each_stage(
     return arrays
 
 
-def _once(exchange: Callable, ring: Ring, program: StageUpdate, arrays: Arrays, _: None) -> Arrays:
+def _once(exchange: Callable, ring: CopyRing, program: StageUpdate, arrays: Arrays, _: None) -> Arrays:
     return exchange(ring, program, arrays, 1)

@@ -25,9 +25,9 @@ from jpipe.engine.shapes import (
 )
 from jpipe.engine.state_arrays import (
     Adopted,
-    Held,
     LayerLeaves,
     Lives,
+    OnReplicas,
     StateArray,
     StateFacts,
     apart_on_replicas,
@@ -172,8 +172,8 @@ def _first_scale(engine: Any) -> dict[str, np.ndarray]:
     return {} if scale is None else scale.start()
 
 
-def _state_held(facts: StateFacts) -> Held:
-    return Held.PART if facts.shares_updates else Held.EQUAL
+def _state_held(facts: StateFacts) -> OnReplicas:
+    return OnReplicas.PART if facts.shares_updates else OnReplicas.EQUAL
 
 
 STATE_ARRAYS = (
@@ -256,7 +256,7 @@ STATE_ARRAYS = (
         "gradients",
         gradient_shapes,
         lives=Lives.IN_FLIGHT,
-        held=lambda facts: Held.TERM,
+        held=lambda facts: OnReplicas.TERM,
         memory="gradients",
         on_host=lambda facts: facts.packings.accumulators.on_host,
     ),

@@ -28,7 +28,7 @@ class Lives(enum.Enum):
     COUNTER = "it says where the training is, and only the program moves it"
 
 
-class Held(enum.Enum):
+class OnReplicas(enum.Enum):
     """What the replicas of a stage, along the axis "data" and as copies, hold of an array."""
 
     EQUAL = "all replicas have the same numbers"
@@ -98,12 +98,12 @@ class LayerLeaves(NamedTuple):
     like: Callable[[Layer], Any]
 
 
-def equal_on_replicas(facts: StateFacts) -> Held:
-    return Held.EQUAL
+def equal_on_replicas(facts: StateFacts) -> OnReplicas:
+    return OnReplicas.EQUAL
 
 
-def apart_on_replicas(facts: StateFacts) -> Held:
-    return Held.PART
+def apart_on_replicas(facts: StateFacts) -> OnReplicas:
+    return OnReplicas.PART
 
 
 def on_devices(facts: StateFacts) -> frozenset[str]:
@@ -141,7 +141,7 @@ class StateArray:
     use: str
     shapes: Callable[[StateFacts], Any]
     lives: Lives = Lives.KEPT
-    held: Callable[[StateFacts], Held] = equal_on_replicas
+    held: Callable[[StateFacts], OnReplicas] = equal_on_replicas
     adopted: Adopted = Adopted.ANEW
     memory: str | None = None
     words: str = ""

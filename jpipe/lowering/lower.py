@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Phase(NamedTuple):
+class TickRange(NamedTuple):
     """Consecutive ticks of a table.
 
     Attributes:
@@ -124,7 +124,7 @@ class Lowered:
         return (*self.copies, *[everywhere] * len(self.homes))
 
     @property
-    def phases(self) -> list[Phase]:
+    def phases(self) -> list[TickRange]:
         """The table cut into ticks with forwards and ticks without, if no backward runs before the last forward.
 
         So a table like GPipe's is two loops, neither of which has branches or messages for operations of the other.
@@ -136,10 +136,10 @@ class Lowered:
         mixed = any(busy[name][:end].any() for name in names - first)
         all_run_together = names - first - {"backward", "weight_grad", "update"}
         if mixed or end == T or all_run_together or not self.schedule.drains:
-            return [Phase(0, T, frozenset(names))]
+            return [TickRange(0, T, frozenset(names))]
         return [
-            Phase(0, end, frozenset(names & first)),
-            Phase(end, T, frozenset(names - first)),
+            TickRange(0, end, frozenset(names & first)),
+            TickRange(end, T, frozenset(names - first)),
         ]
 
     @property

@@ -13,7 +13,7 @@ from jpipe.options import exclusions
 from jpipe.options.record import Options
 from jpipe.schedule import Schedule
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
-from jpipe.stages.shares import Replicas
+from jpipe.stages.shares import ReplicaCounts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Communication(Options):
         }
         return {n: c for n, c in given.items() if c not in (None, NO_COMPRESSION)}
 
-    def sharing_replicas(self, copies: Sequence[Sequence[int]], num_replicas: int) -> list[Replicas] | None:
+    def sharing_replicas(self, copies: Sequence[Sequence[int]], num_replicas: int) -> list[ReplicaCounts] | None:
         """For each stage the replicas that share its update; None if every replica updates all weights.
 
         Args:
@@ -83,7 +83,7 @@ class Communication(Options):
         """
         if not self.shard_optimizer:
             return None
-        return [Replicas(len(devices), num_replicas) for devices in copies]
+        return [ReplicaCounts(len(devices), num_replicas) for devices in copies]
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, c
 from jpipe.stages.cut import check_boundaries, devices_of_use, group, of_copies
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
-from jpipe.stages.offload import NO_OFFLOAD, Moves, Offload
+from jpipe.stages.offload import NO_OFFLOAD, HostMoves, Offload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,7 +283,7 @@ def predict_memory(
     # One slot of each stash comes from the host while a tick computes.
     slots = {ring: num_bytes(jax.tree.leaves(arrays)) for ring, arrays in layout[BUFFERS].shapes["staged"].items()}
     passes = 2 + schedule.splits_backward + (profile.recompute == "full")
-    moves = Moves.of(schedule.num_microbatches, passes)
+    moves = HostMoves.of(schedule.num_microbatches, passes)
     moved = moves.optimizer * on_host["optimizer"]
     moved += moves.gradients * on_host["gradients"]
     moved += moves.weights * offload.weights * one_version

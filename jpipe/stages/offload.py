@@ -84,7 +84,7 @@ def _check_share(name: str, share: Any, what: str) -> None:
         )
 
 
-class Moves(NamedTuple):
+class HostMoves(NamedTuple):
     """How often a step moves what is in host memory.
 
     Attributes:
@@ -98,7 +98,7 @@ class Moves(NamedTuple):
     gradients: int
 
     @classmethod
-    def of(cls, num_microbatches: int, passes: int) -> "Moves":
+    def of(cls, num_microbatches: int, passes: int) -> "HostMoves":
         """The moves of a table.
 
         Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it

@@ -37,12 +37,12 @@ from jpipe.stages.flat_update import (
     with_sums,
 )
 from jpipe.stages.offload import NO_OFFLOAD, Offload
-from jpipe.stages.shares import Replicas
+from jpipe.stages.shares import ReplicaCounts
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 from jpipe.stages.update_groups import (
-    Draft,
     Grouped,
     LeafSlots,
+    PackedDraft,
     UpdateGroup,
     group_updates,
 )
@@ -226,7 +226,7 @@ def _largest_owners(owners: Sequence[str | None], avals: Sequence[jax.ShapeDtype
 # -- All stages
 
 
-class _Draft(NamedTuple):
+class _UpdateDraft(NamedTuple):
     """An update of a stage, or of another of `Stages.owners`, before the optimizer's state is packed, which needs all
     stages.
 
@@ -246,7 +246,7 @@ class _Draft(NamedTuple):
     param_hooks: Mapping[str, Callable]
     parameters: Sequence
     gradients: Sequence[tuple[PlacedSum, int]]
-    replicas: Replicas
+    replicas: ReplicaCounts
     reads_stale: bool
     parted: Sequence[PartedLeaf | None]
     parted_state: Sequence[PartedLeaf | None]
@@ -259,8 +259,8 @@ def _draft(
     optimizer: optax.GradientTransformationExtraArgs,
     flat: FlatUpdate,
     hooks: Mapping[str, Callable],
-    replicas: Replicas,
-) -> _Draft:
+    replicas: ReplicaCounts,
+) -> _UpdateDraft:
     """The update of one of `Stages.owners`, without leaves of the state.
 
     The optimizer sees whole layers, also where a device has parts of them: what it does may depend on their shapes.
@@ -284,10 +284,10 @@ def _draft(
     parted_of = dict(zip(flat.parameters, parted, strict=True))
     state_owners = flat.owners() if any(parted) else [None] * len(flat.state)
     parted_state = [None if path is None else parted_of[path] for path in state_owners]
-    return _Draft(equations, flat_hooks, copies, gradients, replicas, flat.reads_stale, parted, parted_state)
+    return _UpdateDraft(equations, flat_hooks, copies, gradients, replicas, flat.reads_stale, parted, parted_state)
 
 
-def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> Draft:
+def _in_parts(draft: _UpdateDraft, state: Sequence[Place], devices: Sequence[int]) -> PackedDraft:
     """An update on packed arrays, in parts that can each run alone.
 
     Args:
@@ -337,14 +337,14 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
         for part in equations.parts(common)
     ]
     of_all = [inputs[i] for i in common if i < len(inputs)]
-    return Draft(parts, of_all, state, draft.replicas, devices)
+    return PackedDraft(parts, of_all, state, draft.replicas, devices)
 
 
 def _in_blocks(
-    drafts: Sequence[Draft],
+    drafts: Sequence[PackedDraft],
     vectors: Vectors,
     whole: Mapping[tuple[str, str], int] | None = None,
-) -> list[Draft]:
+) -> list[PackedDraft]:
     """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks; `whole` as in
     `in_blocks`.
     """
@@ -371,7 +371,7 @@ def make_updates(
     stages: Stages,
     optimizer: optax.GradientTransformation,
     hooks: Mapping[str, Callable] | None = None,
-    replicas: Sequence[Replicas] | None = None,
+    replicas: Sequence[ReplicaCounts] | None = None,
     axis_sizes: Mapping[str, int] | None = None,
     offload: Offload = NO_OFFLOAD,
     devices: Sequence[Sequence[int]] | None = None,
@@ -403,7 +403,7 @@ def make_updates(
     tree = seen_by_optimizer(stages, range(len(stages.layers)), parameters)
     norm_dtype = real_dtype(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
-    units, alone = stages.vocabulary.units, Replicas(1, 1)
+    units, alone = stages.vocabulary.units, ReplicaCounts(1, 1)
     names = [*(f"stage {s}" for s in range(stages.num_stages)), *(f"the {unit.name}" for unit in units)]
     flat_of = functools.partial(flat_update, optimizer, norm_dtype=norm_dtype, reads_stale=whole.reads_stale)
     flats = [
@@ -414,7 +414,7 @@ def make_updates(
         check_layers_apart(whole, flats)
     check_global_norm(optimizer, tree, norm_dtype, whole)
 
-    drafts: dict[tuple, _Draft] = {}
+    drafts: dict[tuple, _UpdateDraft] = {}
     program_of_stage = []
     for s, flat in enumerate(flats[: stages.num_stages]):
         draft = _draft(stages, s, optimizer, flat, hooks or {}, alone if replicas is None else replicas[s])
@@ -456,7 +456,7 @@ def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], i
 
 
 def _stage_updates(
-    drafts: Sequence[_Draft],
+    drafts: Sequence[_UpdateDraft],
     state: Packing,
     devices: Sequence[Sequence[int]],
     vectors: Vectors,
@@ -481,7 +481,7 @@ def _stage_updates(
     return [_stage_update(draft, of_draft) for draft, of_draft in zip(drafts, grouped, strict=True)], packing
 
 
-def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
+def _stage_update(draft: _UpdateDraft, grouped: Grouped) -> StageUpdate:
     pieces = [
         [dataclasses.replace(piece, parted=leaf) for piece in of_leaf]
         for of_leaf, leaf in zip(grouped.pieces, draft.parted_state, strict=True)
@@ -500,7 +500,7 @@ def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
 # -- Vocabulary layers
 
 
-def _state_of_parts(flat: FlatUpdate, draft: _Draft) -> list[Leaf]:
+def _state_of_parts(flat: FlatUpdate, draft: _UpdateDraft) -> list[Leaf]:
     """The optimizer's state of a unit: a device's parts, and all of what belongs to no parameter.
 
     Replicas along "data" all update the same.

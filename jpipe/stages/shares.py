@@ -25,8 +25,8 @@ from jpipe import packing
 from jpipe.packing import Leaf
 
 
-class Replicas(NamedTuple):
-    """The replicas of a stage.
+class ReplicaCounts(NamedTuple):
+    """Number of replicas of a stage, as copies and along "data".
 
     Attributes:
       copies: devices along the axis "stage" that run the stage.
@@ -52,7 +52,7 @@ class Division(Protocol):
     """
 
     @property
-    def replicas(self) -> Replicas: ...
+    def replicas(self) -> ReplicaCounts: ...
 
     @property
     def axis(self) -> int: ...
@@ -89,7 +89,7 @@ class AlongDim:
     divided, so that no number moves along these axes.
     """
 
-    replicas: Replicas
+    replicas: ReplicaCounts
     shape: tuple[int, ...]
     spec: tuple
     dim: int
@@ -137,7 +137,7 @@ class AlongDim:
 class AsVector:
     """One leaf as a vector, with zeros at its end that make the shares equal."""
 
-    replicas: Replicas
+    replicas: ReplicaCounts
     shape: tuple[int, ...]
 
     axis: ClassVar[int] = 0
@@ -177,7 +177,7 @@ class AsVector:
 class WholeLeaves:
     """Up to P leaves of one shape. Leaf n belongs to share `(first + n) % P`; other shares have none."""
 
-    replicas: Replicas
+    replicas: ReplicaCounts
     num_leaves: int
     first: int = 0
 
@@ -215,7 +215,7 @@ class WholeLeaves:
 
 
 def division_of_leaf(
-    replicas: Replicas,
+    replicas: ReplicaCounts,
     shape: tuple[int, ...],
     spec: tuple,
     is_pooled: bool,

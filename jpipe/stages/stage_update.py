@@ -8,7 +8,7 @@ import numpy as np
 
 from jpipe.gradients.sums import SUMS, PlacedSum
 from jpipe.packing import Place
-from jpipe.stages.shares import Replicas
+from jpipe.stages.shares import ReplicaCounts
 from jpipe.stages.update_groups import LeafSlots, Piece, UpdateGroup
 
 
@@ -39,7 +39,7 @@ class StageUpdate:
     parameters: Sequence[Sequence[tuple[Place, int]]]
     gradients: Sequence[tuple[PlacedSum, int]]
     state: Sequence[Sequence[Piece]]
-    replicas: Replicas
+    replicas: ReplicaCounts
 
     @functools.cached_property
     def gradient_arrays(self) -> list[str]:
@@ -70,7 +70,7 @@ class MergedUpdate:
     shared: Sequence[LeafSlots]
     gradient_arrays: Sequence[str]
     has_hooks: bool
-    replicas: Replicas
+    replicas: ReplicaCounts
 
     @property
     def first_turn(self) -> np.ndarray:

@@ -20,7 +20,7 @@ from jpipe.stages.shares import (
     AlongDim,
     AsVector,
     Division,
-    Replicas,
+    ReplicaCounts,
     WholeLeaves,
     division_of_leaf,
 )
@@ -85,7 +85,7 @@ class Piece:
     parted: PartedLeaf | None = None
 
 
-class Draft(NamedTuple):
+class PackedDraft(NamedTuple):
     """An update of a stage whose state is placed as if nobody shared it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Draft(NamedTuple):
     parts: Sequence[PackedPart]
     common: Sequence[PackedLeaf]
     state: Sequence[Place]
-    replicas: Replicas
+    replicas: ReplicaCounts
     devices: Sequence[int]
 
 
@@ -126,7 +126,7 @@ class _Turns(NamedTuple):
 
 
 def group_updates(
-    drafts: Sequence[Draft],
+    drafts: Sequence[PackedDraft],
     state: Packing,
     axis_sizes: Mapping[str, int],
     occupancy: float,
@@ -176,7 +176,7 @@ def group_updates(
 # -- Turns
 
 
-def _turns(draft: Draft, state: Packing, axis_sizes: Mapping[str, int]) -> list[_Turns]:
+def _turns(draft: PackedDraft, state: Packing, axis_sizes: Mapping[str, int]) -> list[_Turns]:
     """The parts in groups: parts that are one program on leaves of the same arrays."""
     alike: dict[tuple, list[PackedPart]] = {}
     for part in draft.parts:
@@ -198,7 +198,7 @@ def _turns(draft: Draft, state: Packing, axis_sizes: Mapping[str, int]) -> list[
     return result
 
 
-def _division(part: PackedPart, replicas: Replicas, axis_sizes: Mapping[str, int]) -> AlongDim | AsVector | None:
+def _division(part: PackedPart, replicas: ReplicaCounts, axis_sizes: Mapping[str, int]) -> AlongDim | AsVector | None:
     """How each leaf of a part is divided; None: leaves stay whole."""
     if replicas.number == 1 or not part.inputs or not is_elementwise(part):
         return None
@@ -211,7 +211,7 @@ def _division(part: PackedPart, replicas: Replicas, axis_sizes: Mapping[str, int
 
 def _whole_leaves(
     members: Sequence[PackedPart],
-    replicas: Replicas,
+    replicas: ReplicaCounts,
     state: Packing,
     load: np.ndarray,
 ) -> list[_Turns]:
@@ -288,7 +288,7 @@ class _SharedState:
       groups: its parts in groups.
     """
 
-    def __init__(self, draft: Draft, state: Packing, axis_sizes: Mapping[str, int]) -> None:
+    def __init__(self, draft: PackedDraft, state: Packing, axis_sizes: Mapping[str, int]) -> None:
         self.draft = draft
         self.groups = _turns(draft, state, axis_sizes)
         self._slots = [

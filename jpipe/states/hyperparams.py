@@ -12,7 +12,7 @@ from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.program import Program
 from jpipe.stages.hyperparams import Hyperparam, hyperparams
 from jpipe.states.locations import (
-    Block,
+    PackedBlock,
     locations,
     optimizer_paths,
     owners,
@@ -93,7 +93,7 @@ def _check_name(name: str, known: Mapping[str, Hyperparam]) -> bool:
 
 def _with_leaves(state: PipelineState, leaves: Mapping[str, Any]) -> PipelineState:
     """The state with other values of leaves of the optimizer's state, by path, in all their copies."""
-    blocks: dict[str, list[tuple[Block, np.ndarray]]] = {}
+    blocks: dict[str, list[tuple[PackedBlock, np.ndarray]]] = {}
     shapes = {
         path: shape
         for layers in state.program.stages.owners
@@ -124,7 +124,7 @@ def _checked(path: str, value: Any, like: jax.ShapeDtypeStruct) -> np.ndarray:
         ) from None
 
 
-def _written(array: jax.Array, blocks: list[tuple[Block, np.ndarray]]) -> jax.Array:
+def _written(array: jax.Array, blocks: list[tuple[PackedBlock, np.ndarray]]) -> jax.Array:
     """An array with other values in blocks of its rows: each process writes those on its devices."""
     rows = array.sharding.shard_shape(array.shape)[0]
     parts = []

@@ -32,7 +32,7 @@ WHOLE_ARRAYS = tuple(a for a in STATE_ARRAYS if a.adopted is Adopted.WHOLE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class PackedBlock:
     """Numbers of a leaf that lie together in a packed array of a state.
 
     Attributes:
@@ -85,7 +85,7 @@ class Location:
     group: str
     array: str
     shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[PackedBlock, ...]
 
     def leaf(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """Assembles the leaf from the numbers of its blocks."""
@@ -108,7 +108,7 @@ class Stored(NamedTuple):
     """
 
     location: Location
-    blocks: tuple[Block, ...]
+    blocks: tuple[PackedBlock, ...]
 
 
 class Leaves(NamedTuple):
@@ -281,7 +281,7 @@ def _lead(rows: ArrayRows, array: str, device: int, row: int, replica: int = 0) 
     return (position * rows.number(array) + rows.row(array, device, row),)
 
 
-def _block(piece: Piece, row: int, device: int, lead: tuple) -> Block:
+def _block(piece: Piece, row: int, device: int, lead: tuple) -> PackedBlock:
     """What a device has of a piece, in row `row` of its place."""
     place, view, index, shape = piece.place, piece.view, piece.index, ()
     if piece.parted is not None:
@@ -289,7 +289,7 @@ def _block(piece: Piece, row: int, device: int, lead: tuple) -> Block:
         index = (*[slice(None)] * piece.parted.dim, piece.parted.rows(device))
     start = int(place.start(row))
     plain = tuple((i.start, i.stop) if isinstance(i, slice) else i for i in index)
-    return Block(tuple(map(int, lead)), start, start + place.block[0], view, plain, shape)
+    return PackedBlock(tuple(map(int, lead)), start, start + place.block[0], view, plain, shape)
 
 
 def locations(program: Program, rounds: int) -> Leaves:
@@ -327,7 +327,7 @@ def locations(program: Program, rounds: int) -> Leaves:
     whole = {}
     for array in WHOLE_ARRAYS:
         names = program.engine.layout[array.name].shapes if moves else ()
-        block = Block((), 0, 1, (1,))
+        block = PackedBlock((), 0, 1, (1,))
         whole[array.name] = {name: Location(array.name, name, (1,), (block,)) for name in names}
     return Leaves(trees, optimizer_state, whole)
 

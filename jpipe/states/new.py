@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpipe.engine.layout import REPLICATED
 from jpipe.engine.state import STATE_ARRAYS, PipelineState
-from jpipe.engine.state_arrays import Adopted, Held, Lives
+from jpipe.engine.state_arrays import Adopted, Lives, OnReplicas
 from jpipe.layers.quick_jit import quick_options
 from jpipe.mesh import STAGE
 from jpipe.program import Program
@@ -70,7 +70,7 @@ def new_state(
             arrays[array.name] = jax.tree.map(_everywhere, wanted, dict(whole[array.name]))
         else:
             first, parts = array.first, num_devices
-            if layout[array.field].held is Held.EQUAL:
+            if layout[array.field].held is OnReplicas.EQUAL:
                 parts = layout.num_devices
             arrays[array.name] = _first(functools.partial(first, program.engine), parts, wanted)
     return PipelineState(
@@ -168,7 +168,7 @@ class _Hosts:
         for array in _PACKED:
             group = self.layout[array.field]
             number = self.layout.num_devices
-            if group.held is not Held.EQUAL:
+            if group.held is not OnReplicas.EQUAL:
                 number *= self.layout.num_replicas
             self.positions[array.name] = [
                 jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), group.shapes) for _ in range(number)

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jpipe
-from jpipe.engine.copies import Ring
+from jpipe.engine.copies import CopyRing
 from jpipe.mesh import STAGE
 
 
@@ -16,7 +16,7 @@ def ring_of(group, position):
     ranks[group] = np.arange(len(group))
     is_member = jnp.isin(position, np.array(group))
     rank = jnp.asarray(ranks)[position]
-    return Ring(tuple(group), 8, rank, jnp.int32(0), is_member)
+    return CopyRing(tuple(group), 8, rank, jnp.int32(0), is_member)
 
 
 @pytest.mark.parametrize("group", [[0, 1], [0, 1, 2], [5, 2, 3, 7, 0]], ids=str)
