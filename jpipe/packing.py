@@ -120,17 +120,17 @@ def num_chunks(row: tuple[int, ...], chunk: int = CHUNK) -> int:
       >>> num_chunks((4096, 4096)), num_chunks((3, 3, 512, 512)), num_chunks((1, 4096))
       (16, 3, 1)
     """
-    found = before = 1
+    num_blocks = before = 1
     for axis, size in enumerate(row[:-1]):
         for divisor in range(1, size + 1):
             rows = size // divisor
             if size % divisor or (axis == len(row) - 2 and divisor > 1 and rows % 8):
                 continue
-            found = before * divisor
-            if math.prod(row) <= found * chunk:
-                return found
+            num_blocks = before * divisor
+            if math.prod(row) <= num_blocks * chunk:
+                return num_blocks
         before *= size
-    return found
+    return num_blocks
 
 
 def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
@@ -266,11 +266,11 @@ class Packing:
             arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
             on TPUs whenever it is read.
         """
-        of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
+        leaves_of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         stages = _StageCounts.of([[o] for o in range(len(owners))] if devices is None else devices)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         in_vectors: dict = collections.defaultdict(lambda: [0] * len(owners))
-        for o, leaves in enumerate(of_owners):
+        for o, leaves in enumerate(leaves_of_owners):
             for leaf in leaves:
                 if not leaf.in_vector and not leaf.is_empty:
                     counts[_key(leaf)][o] += leaf.count
@@ -285,7 +285,7 @@ class Packing:
         pooled = _with_short_vectors(pooled, in_vectors)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
-        for leaves in of_owners:
+        for leaves in leaves_of_owners:
             next_free: dict = collections.defaultdict(int)
             own_places: list[Place] = []
             for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):
@@ -388,7 +388,7 @@ class _StageCounts(NamedTuple):
     def of(cls, devices: Sequence[Sequence[int]]) -> "_StageCounts":
         """From the device of each stage of each owner."""
         number_of_devices = 1 + max(map(max, filter(None, devices)), default=0)
-        number = [np.bincount(np.array(of, int), minlength=number_of_devices) for of in devices]
+        number = [np.bincount(np.array(owner_devices, int), minlength=number_of_devices) for owner_devices in devices]
         return cls(np.array(number).reshape(len(devices), number_of_devices))
 
     def used(self, sizes: Sequence[int]) -> int:
@@ -415,11 +415,11 @@ def _tightened(pooled: set, counts: Mapping, stages: _StageCounts) -> set:
     def padding(pools: set) -> float:
         vectors: dict = collections.defaultdict(int)
         allocated = 0
-        for key, of_owners in num_bytes.items():
+        for key, owner_bytes in num_bytes.items():
             if key in pools:
-                allocated += stages.allocated(of_owners)
+                allocated += stages.allocated(owner_bytes)
             else:
-                vectors[key[1]] = vectors[key[1]] + of_owners
+                vectors[key[1]] = vectors[key[1]] + owner_bytes
         allocated += sum(map(stages.allocated, vectors.values()))
         return 1 - used / max(allocated, 1)
 
@@ -447,8 +447,8 @@ def _with_short_vectors(pooled: set, counts: Mapping) -> set:
     for vector, dtype in {(vector, key[1]) for vector, key in counts}:
         left = {
             key: math.prod(key[0]) * np.array(n)
-            for (of_vector, key), n in counts.items()
-            if (of_vector, key[1]) == (vector, dtype) and key not in pools
+            for (key_vector, key), n in counts.items()
+            if (key_vector, key[1]) == (vector, dtype) and key not in pools
         }
         while left and sum(left.values()).max() > _LONGEST:
             largest = max(left, key=lambda key: left[key].max())
@@ -673,22 +673,22 @@ def each_row(
     return lax.fori_loop(0, array.shape[len(lead)], turn, array)
 
 
-def sum_of_rows(array: jax.Array, of_row: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def sum_of_rows(array: jax.Array, sum_of_row: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """`[R]`, for each first index of a pool in host memory `[R, n, *shape]` the sum over n of what is computed of a
     row.
 
     Args:
       array: the pool.
-      of_row: `[*shape]` -> `[]`; it is called with one row at a time, on the device.
+      sum_of_row: `[*shape]` -> `[]`; it is called with one row at a time, on the device.
     """
     num_rows, number = array.shape[:2]
 
     def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
         row = lax.dynamic_index_in_dim(array, i, 1, False, allow_negative_indices=False)
         row = jax.device_put(row, jax.memory.Space.Device)
-        return sums + jax.vmap(of_row)(row)
+        return sums + jax.vmap(sum_of_row)(row)
 
-    like = jax.eval_shape(of_row, jax.ShapeDtypeStruct(array.shape[2:], array.dtype))
+    like = jax.eval_shape(sum_of_row, jax.ShapeDtypeStruct(array.shape[2:], array.dtype))
     return lax.fori_loop(0, number, turn, jnp.zeros(num_rows, like.dtype))
 
 

@@ -251,7 +251,7 @@ class SplitLogits:
             raise AttributeError(f"`SplitLogits` has no attribute {name!r}.")
         self.__jax_array__()
 
-    def own(self) -> tuple[jax.Array, Splitting]:
+    def local_values(self) -> tuple[jax.Array, Splitting]:
         """This device's logits, the least number in columns of no token, and how they are split."""
         current = Splitting(self.axis, self.num_parts, {})
         num_rows = self.values.shape[-1]
@@ -285,7 +285,7 @@ def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
         if jax.sharding.get_abstract_mesh().empty:
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jax.nn.logsumexp(logits, axis=-1) - _picked(logits, labels)
-    values, current = logits.own()
+    values, current = logits.local_values()
     largest = lax.stop_gradient(values).max(axis=-1)
     largest = _reduced(lax.pmax, largest, current.axis)
     total = jnp.exp(values - largest[..., None]).sum(axis=-1)
@@ -318,7 +318,7 @@ def argmax(logits: Any) -> jax.Array:
     """
     if not isinstance(logits, SplitLogits):
         return jnp.argmax(logits, axis=-1)
-    values, current = logits.own()
+    values, current = logits.local_values()
     values = lax.stop_gradient(values)
     largest = values.max(axis=-1)
     token = values.argmax(axis=-1) + current.first_row(values.shape[-1])

@@ -139,7 +139,7 @@ class Apply:
         first: Any
         number: Any
         if isinstance(self.position, int):
-            first, number = (int(of_programs[self.position]) for of_programs in turns)
+            first, number = (int(per_program[self.position]) for per_program in turns)
         else:
             first, number = (jnp.asarray(a)[self.position] for a in turns)
         if self.device.spec.lowered.target.loops_in_branches:
@@ -159,14 +159,14 @@ class Apply:
         """
         row = self.scalars.chunk
         lead = self.device.lead("gradients", row)
-        own = {name: gradients[name] for name in self.merged.gradient_arrays}
+        emptied_arrays = {name: gradients[name] for name in self.merged.gradient_arrays}
         if self.device.spec.lowered.target.loops_in_branches:
             # The row of an array that the stage does not use is one of another stage.
-            now = {name: (num_done > 0) & self.device.uses("gradients", name, row) for name in own}
-            return {**gradients, **_emptied_by_rows(own, lead, now)}
-        far = {name: a for name, a in own.items() if packing.is_on_host(a)}
+            now = {name: (num_done > 0) & self.device.uses("gradients", name, row) for name in emptied_arrays}
+            return {**gradients, **_emptied_by_rows(emptied_arrays, lead, now)}
+        far = {name: a for name, a in emptied_arrays.items() if packing.is_on_host(a)}
         far = {name: packing.each_row(a, lead(name), jnp.zeros_like) for name, a in far.items()}
-        near = {name: a for name, a in own.items() if name not in far}
+        near = {name: a for name, a in emptied_arrays.items() if name not in far}
         if updated is not None:
             near, _ = lax.optimization_barrier((near, updated))
 
@@ -313,13 +313,13 @@ class _Turn(NamedTuple):
         return keeps
 
     def _place_of_state(self, slots: LeafSlots, i: jax.Array | int, division: Division | None) -> Place:
-        of_turn = places(slots, i)
-        if len(of_turn) == 1:
-            return of_turn[0]
+        turn_places = places(slots, i)
+        if len(turn_places) == 1:
+            return turn_places[0]
         assert division is not None and self.rank is not None
-        bases = jnp.stack([place.base for place in of_turn])
+        bases = jnp.stack([place.base for place in turn_places])
         base: Any = bases[self.rank.share(division.replicas)]
-        return dataclasses.replace(of_turn[0], base=base)
+        return dataclasses.replace(turn_places[0], base=base)
 
     def _lead(self, slots: LeafSlots, row: jax.Array) -> packing.Lead:
         """Leading index of a leaf in its packed arrays; `row` is that of weights."""

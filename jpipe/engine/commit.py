@@ -97,13 +97,13 @@ def _commit_layer(
     write = functools.partial(packing.write_all, i=i, joined=True)
     if update.statistics:
         kept = packing.read_all(statistics, run.statistics, columns[1], i)
-        of_minibatch = kept
+        sums = kept
         if stage.spec.schedule.has_copies:
-            of_copies = functools.partial(jnp.sum, axis=0, keepdims=True)
-            of_minibatch = [a[0] for a in update.pooled(kept, of_copies)]
+            sum_copies = functools.partial(jnp.sum, axis=0, keepdims=True)
+            sums = [a[0] for a in update.pooled(kept, sum_copies)]
         if device.spec.num_replicas > 1:
-            of_minibatch = update.pooled(of_minibatch, device.sum_over_replicas)
-        new |= dict(zip(update.deferred, update.moved(old, of_minibatch)))
+            sums = update.pooled(sums, device.sum_over_replicas)
+        new |= dict(zip(update.deferred, update.moved(old, sums)))
         zeros = [jnp.zeros_like(a) for a in kept]
         statistics = write(statistics, run.statistics, columns[1], zeros)
     moved = sorted({*update.deferred, *update.varying})

@@ -107,12 +107,12 @@ class Device:
         """
         tables = self.spec.array_rows[group].tables
 
-        def of_array(name: str) -> list[jax.Array | int]:
+        def lead_of(name: str) -> list[jax.Array | int]:
             if name not in tables:
                 return [row]
             return [jnp.maximum(jnp.asarray(tables[name])[self.position, row], 0)]
 
-        return of_array
+        return lead_of
 
     def uses(self, group: str, name: str, row: jax.Array | int) -> jax.Array | bool:
         """Whether the stage at a row uses an array of a group: see `lead`."""

@@ -224,7 +224,7 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     spec = device.spec
     updates = spec.lowered.updates
     late = spec.lowered.target.updates_between_ticks and not spec.lowered.head_after_update
-    rows = spec.scalars.of_device(
+    rows = spec.scalars.with_round(
         rows,
         device.round,
         device.started,
@@ -376,7 +376,7 @@ def _run_operation(name: str, device: Device, scalars: TickScalars, arrays: Tick
 
 def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
     """The leading indices of a lane's column, read here."""
-    found: dict[str, Callable] = {}
+    leads: dict[str, Callable] = {}
     chunk = lane.chunk
     for group in ("gradients", "mutable_state", "statistics", "message_compression"):
         if group not in device.spec.array_rows:  # of a forward-only table
@@ -385,19 +385,19 @@ def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
         tables = device.spec.array_rows[group].tables
         read_here = {name: lead(name) for name in tables}
 
-        def of_array(name: str, read_here: dict = read_here) -> Sequence:
+        def lead_of(name: str, read_here: dict = read_here) -> Sequence:
             return read_here.get(name, [chunk])
 
-        found[group] = of_array
-    return found
+        leads[group] = lead_of
+    return leads
 
 
 def _runs(spec: PassSpec, name: str, lane: int, stage: StageContext) -> bool:
     """Whether a program ever runs in a lane. A stage with few copies has lanes of its own."""
     if not spec.schedule.has_copies:
         return True
-    of_lane = spec.lowered.operations[name].stage[..., lane]
-    return bool(np.isin(of_lane, stage.program.stages).any())
+    stages_in_lane = spec.lowered.operations[name].stage[..., lane]
+    return bool(np.isin(stages_in_lane, stage.program.stages).any())
 
 
 def _branch(name: str, stage: StageContext) -> Branch:

@@ -98,28 +98,28 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
       weights: global arrays like those of the group "parameters".
       version: int32 `[]`, the number, counted since round 0.
     """
-    rows, of_arrays = spec.rows, spec.array_rows["parameters"]
+    rows, parameter_rows = spec.rows, spec.array_rows["parameters"]
 
     @functools.cache
-    def of_rows(name: str) -> tuple[np.ndarray, np.ndarray]:
+    def first_and_modulus(name: str) -> tuple[np.ndarray, np.ndarray]:
         """For every row of an array the first row of its stage, and the number of the stage's versions."""
-        shape = spec.schedule.num_devices, of_arrays.number(name)
+        shape = spec.schedule.num_devices, parameter_rows.number(name)
         first, modulus = np.zeros(shape, int), np.ones(shape, int)
         for s, copies in enumerate(spec.lowered.copies):
             for d, chunk in copies:
-                of_stage = rows.of_chunk(s, d, chunk)
-                if of_arrays.row(name, d, of_stage.start) < 0:
+                version_rows = rows.chunk_rows(s, d, chunk)
+                if parameter_rows.row(name, d, version_rows.start) < 0:
                     continue  # the stage does not use the array
-                own = of_arrays.rows(name, d, of_stage)
-                first[d, own] = own.start
-                modulus[d, own] = rows.num_versions[s]
+                array_rows = parameter_rows.rows(name, d, version_rows)
+                first[d, array_rows] = array_rows.start
+                modulus[d, array_rows] = rows.num_versions[s]
         return first, modulus
 
     def copied(name: str, array: jax.Array) -> jax.Array:
-        if name in of_arrays.unit_rows:
-            row = jnp.mod(version, of_arrays.number(name))
+        if name in parameter_rows.unit_rows:
+            row = jnp.mod(version, parameter_rows.number(name))
             return jnp.broadcast_to(array[row][None], array.shape)
-        first, modulus = of_rows(name)
+        first, modulus = first_and_modulus(name)
         if modulus.max() == 1:
             return array
         d = lax.axis_index(STAGE)

@@ -98,7 +98,7 @@ class GradientExchange(NamedTuple):
           num_updates: 0 or 1.
         """
         spec = self.device.spec
-        number = next(u for u, p in enumerate(spec.updates.of_all) if p is program)
+        number = next(u for u, p in enumerate(spec.updates.distinct) if p is program)
         for group in spec.gradient_groups:
             starts = group.starts[number]
             if not len(starts):
@@ -131,10 +131,10 @@ class GradientExchange(NamedTuple):
         error = packing.read(errors, place, lead)
         state = jax.tree.map(lambda a: a[self.chunk, i], states)
         scale = self._scale(scaled.dtype)
-        own = scaled / scale + error
-        mean, sent, new_state = compressor.mean_over(own, state, self.replicas)
+        to_send = scaled / scale + error
+        mean, sent, new_state = compressor.mean_over(to_send, state, self.replicas)
         finite = jnp.isfinite(mean).all()
-        new_error = jnp.where(finite, own - sent, error)
+        new_error = jnp.where(finite, to_send - sent, error)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)
         total = mean * scale
         if self.replicas.ring is not None:
@@ -183,11 +183,11 @@ def exchange_over_copies(device: TrainingDevice, scalars: TickScalars, arrays: R
     scale = device.loss_scale(arrays)
 
     def exchange(ring: CopyRing, program: StageUpdate, carry: tuple, n: Any) -> tuple:
-        of_copies = ring if len(ring.group) > 1 else None
-        replicas = StageReplicas(device.spec.num_replicas, of_copies)
+        copy_ring = ring if len(ring.group) > 1 else None
+        replicas = StageReplicas(device.spec.num_replicas, copy_ring)
         gradients, compression = carry
-        of_stage = GradientExchange(device, ring.chunk, replicas, scale)
-        return of_stage.run(program, gradients, compression, n)
+        gradient_exchange = GradientExchange(device, ring.chunk, replicas, scale)
+        return gradient_exchange.run(program, gradients, compression, n)
 
     carry = arrays.gradients, arrays.gradient_compression
     alone = device.spec.num_replicas > 1

@@ -77,9 +77,9 @@ def run_one_of(
     passed = functools.partial(_passed, target, number)
 
     def run(branch: Branch, written: Written) -> Written:
-        of_branch = _replaced(arrays, written).split(branch.writes)
+        branch_arrays = _replaced(arrays, written).split(branch.writes)
         with jax.named_scope(branch.name):
-            result = _replaced(written, branch.run(*of_branch))
+            result = _replaced(written, branch.run(*branch_arrays))
         # Other branches may write arrays that this one passes through.
         return jax.tree.map(
             lambda new, old: passed(old) if new is old else new,

@@ -97,7 +97,7 @@ def run_lanes(
     """
 
     def run_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
-        def of_lane(
+        def run_in_lane(
             program: StageUpdate,
             _: int,
             num_updates: jax.Array | int,
@@ -105,6 +105,6 @@ def run_lanes(
         ) -> Written:
             return run(lane, program, num_updates, arrays)
 
-        return run_program(device, lane, name, writes, of_lane, arrays)
+        return run_program(device, lane, name, writes, run_in_lane, arrays)
 
     return for_each_lane(device, scalars, run_lane, arrays, operations)

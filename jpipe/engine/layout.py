@@ -117,11 +117,11 @@ class StateLayout:
 
     def bytes_by_field(self, platform: str) -> dict[str, int]:
         """Field of `jpipe.Memory` -> bytes of a device that its arrays take in the device's own memory."""
-        found: dict[str, int] = collections.Counter()
+        num_bytes: dict[str, int] = collections.Counter()
         for array, group in self.arrays():
             if array.memory is not None:
-                found[array.memory] += group.num_bytes(platform)
-        return found
+                num_bytes[array.memory] += group.num_bytes(platform)
+        return num_bytes
 
     def host_bytes(self, platform: str) -> dict[str, int]:
         """Name of an array -> bytes of a device that it takes in host memory."""
@@ -133,14 +133,14 @@ class StateLayout:
 
     def global_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Global shapes of groups, with their shardings, by name."""
-        found = {}
+        shapes_of_groups = {}
         for name in names:
             group = self.groups[name]
-            found[name] = self.globally(group.shapes, group.spec)
+            shapes_of_groups[name] = self.globally(group.shapes, group.spec)
             for key in group.on_host:
                 shapes = group.shapes[key]
-                found[name][key] = self.globally(shapes, group.spec, HOST_MEMORY)
-        return found
+                shapes_of_groups[name][key] = self.globally(shapes, group.spec, HOST_MEMORY)
+        return shapes_of_groups
 
     def globally(self, shapes: Any, spec: PartitionSpec, memory_kind: str = DEVICE_MEMORY) -> Any:
         """Global shapes, with shardings, of a tree of local shapes.

@@ -65,18 +65,18 @@ class Norms(NamedTuple):
     squares: jax.Array
     scale: jax.Array | None
 
-    def of_version(self, stage: jax.Array, version: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def norm_and_skip(self, stage: jax.Array, version: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (unscaled global norm, skip) for the update of `stage` that writes `version`."""
         table, places = self.table, self.places
 
-        def of_places(of_stages: np.ndarray) -> jax.Array:
+        def at_places(by_stage: np.ndarray) -> jax.Array:
             """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
-            by_place = of_stages[:, places.stage]
+            by_place = by_stage[:, places.stage]
             return lax.dynamic_index_in_dim(by_place, stage, keepdims=False, allow_negative_indices=False)
 
-        counted = version + of_places(table.offset.astype(np.int32))
+        counted = version + at_places(table.offset.astype(np.int32))
         squares = self._at(counted)
-        broken = ~jnp.isfinite(squares) & of_places(table.together) & places.used
+        broken = ~jnp.isfinite(squares) & at_places(table.together) & places.used
         # Before its first update a stage has no gradient.
         squares = jnp.where(places.counts & (counted > 0), squares, 0)
         norm = jnp.sqrt(jnp.sum(squares))
@@ -141,7 +141,7 @@ def gradient_norms(
     reporter = jnp.maximum(scalars.reporter, 0)
     position, chunk = jnp.asarray(first)[reporter]
     reported = versions[position, chunk]
-    norm, _ = norms.of_version(reporter, reported)
+    norm, _ = norms.norm_and_skip(reporter, reported)
     norm = jnp.where(updates_any & (reported >= 0), norm, arrays.gradient_norm[0])
     arrays = arrays.replace(squared_norm=kept, gradient_norm=norm[None])
     return arrays, norms
@@ -161,21 +161,21 @@ def _squares(
         sigmas, gradients = packed
         totals = []
         for operation in device.spec.updates.by_operation:
-            own = gradients_of(device, operation, gradients)
+            operation_gradients = gradients_of(device, operation, gradients)
             if operation == UPDATE:
-                own = {**sigmas, **own}
+                operation_gradients = {**sigmas, **operation_gradients}
             total = jnp.zeros(num_chunks if operation == UPDATE else 1, dtype)
-            for name, a in own.items():
-                of_rows = of_each_row(a)
+            for name, a in operation_gradients.items():
+                squares_by_row = row_squares(a)
                 if name in rows.tables:
                     (row,) = lead(name)
                     is_used = device.uses("gradients", name, chunks)
-                    of_rows = jnp.where(is_used, of_rows[row], 0)
-                total += of_rows
+                    squares_by_row = jnp.where(is_used, squares_by_row[row], 0)
+                total += squares_by_row
             totals.append(total)
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
 
-    def of_each_row(a: jax.Array) -> jax.Array:
+    def row_squares(a: jax.Array) -> jax.Array:
         if packing.is_on_host(a):
             return packing.sum_of_rows(a, lambda b: jnp.sum(squared(b, dtype)))
         return jnp.sum(squared(a, dtype), axis=tuple(range(1, a.ndim)))

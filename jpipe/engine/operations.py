@@ -351,10 +351,9 @@ def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Writte
 def _loss_gradient(stage: TrainingStage, written: Written, read: ReadOnly) -> list[jax.Array]:
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     if stage.stages.vocabulary.head is not None:
-        of_head = stage.scalars.slot(HEAD_GRADIENT)
+        slot = stage.scalars.slot(HEAD_GRADIENT)
         gradients = [
-            lax.dynamic_index_in_dim(a, of_head, keepdims=False, allow_negative_indices=False)
-            for a in read.head_gradient
+            lax.dynamic_index_in_dim(a, slot, keepdims=False, allow_negative_indices=False) for a in read.head_gradient
         ]
         return stage.stages.values.constrained(gradients)
     loss, rings = stage.spec.loss, _rings(written, read)

@@ -132,7 +132,7 @@ class SharedReduction(Reduction):
     def squares_of_all(self, squares: jax.Array, gradients: Packed) -> jax.Array:
         """See `Reduction`. All replicas have the gradients of single numbers, and only the first counts them."""
 
-        def of_lane(lane: LaneScalars, squares: jax.Array) -> jax.Array:
+        def without_repeats(lane: LaneScalars, squares: jax.Array) -> jax.Array:
             rank = rank_of(self.device, lane.chunk)
             is_first = (rank.copy == 0) & (rank.data == 0)
             for u, program in enumerate(self.device.spec.updates.programs):
@@ -146,7 +146,7 @@ class SharedReduction(Reduction):
                     squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
             return squares
 
-        squares = for_each_lane(self.device, self.scalars, of_lane, squares, [UPDATE])
+        squares = for_each_lane(self.device, self.scalars, without_repeats, squares, [UPDATE])
         if self.device.spec.num_replicas == 1:
             return squares
         num_chunks = self.device.spec.lowered.num_chunks
@@ -182,21 +182,21 @@ def _mean_over_replicas(device: TrainingDevice, lane: LaneScalars, arrays: Recor
     def mean(gradients: Packed, row: jax.Array) -> Packed:
         lead = device.lead("gradients", row)
         rows = {name: lead(name)[0] for name in gradients}
-        own = {
+        on_device = {
             name: lax.dynamic_index_in_dim(a, rows[name]) for name, a in gradients.items() if not packing.is_on_host(a)
         }
-        means = device.mean_over_replicas(own)
+        means = device.mean_over_replicas(on_device)
 
         def written(name: str, array: jax.Array) -> jax.Array:
             # The row of an array that the stage does not use is one of another stage.
             used = device.uses("gradients", name, row)
 
-            def mean_of(own: jax.Array) -> jax.Array:
-                return jnp.where(used, device.mean_over_replicas(own), own)
+            def mean_of(old: jax.Array) -> jax.Array:
+                return jnp.where(used, device.mean_over_replicas(old), old)
 
-            if name not in own:
+            if name not in on_device:
                 return packing.each_row(array, [rows[name]], mean_of)
-            new = jnp.where(used, means[name], own[name])
+            new = jnp.where(used, means[name], on_device[name])
             return put_row(array, new, rows[name])
 
         return {name: written(name, a) for name, a in gradients.items()}

@@ -39,11 +39,11 @@ class Scope(NamedTuple):
         """The scope whose branch is the conditional of this name in a compiled program; None if it is no such
         branch.
         """
-        found = _COND.search(op_name)
-        if found is None:
+        match = _COND.search(op_name)
+        if match is None:
             return None
         stages: list[int] = []
-        for part in found[2].split(","):
+        for part in match[2].split(","):
             first, _, last = part.partition("-")
             stages += range(int(first), int(last or first) + 1)
-        return cls(found[1], tuple(stages))
+        return cls(match[1], tuple(stages))

@@ -65,8 +65,8 @@ def rank_of(device: TrainingDevice, chunk: jax.Array) -> Rank:
 def places(slots: LeafSlots, i: jax.Array | int, copy: int = 0) -> list[Place]:
     """The places of the leaves of turn i, each of a copy of the leaf."""
     place, starts = slots.copies[copy]
-    of_leaves: Any = [jnp.asarray(of_leaf)[i] for of_leaf in starts.T]
-    return [dataclasses.replace(place, base=start) for start in of_leaves]
+    turn_starts: Any = [jnp.asarray(leaf_starts)[i] for leaf_starts in starts.T]
+    return [dataclasses.replace(place, base=start) for start in turn_starts]
 
 
 def read_turn(arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Lead) -> list[jax.Array]:
@@ -209,9 +209,9 @@ def scatter_over_data(
             part = _on_blocks(scatter, part, _inserted(alone, axis), alone) / size
         else:
             part = _part(part, axis, 0)
-        own = _alone(part.astype(leaves[0].dtype), axis, rank.data, size)
-        own = _alone(own, axis, rank.copy, division.replicas.copies)
-        return division.leaves(own)
+        stacked = _alone(part.astype(leaves[0].dtype), axis, rank.data, size)
+        stacked = _alone(stacked, axis, rank.copy, division.replicas.copies)
+        return division.leaves(stacked)
 
     for slots in program.shared:
         if slots.arrays == "gradients" and size > 1:
@@ -269,12 +269,12 @@ def _each_turn(
     """
     for group in program.groups:
         division = group.division
-        of_group = [s for s in getattr(group, side) if s.arrays in names]
-        if division is None or not of_group:
+        changed_slots = [s for s in getattr(group, side) if s.arrays in names]
+        if division is None or not changed_slots:
             continue
 
-        def turn(i: Any, arrays: Packed, of_group=of_group, division=division) -> Packed:
-            for slots in of_group:
+        def turn(i: Any, arrays: Packed, changed_slots=changed_slots, division=division) -> Packed:
+            for slots in changed_slots:
                 place, _ = slots.copies[0]
                 leaves = read_turn(arrays, slots, i, lead)
                 leaves = change(division, leaves, place.spec)

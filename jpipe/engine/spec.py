@@ -158,10 +158,10 @@ class PassSpec(abc.ABC):
         """The same on the devices."""
         like = self.abstract_rows
 
-        def of_devices(index: Any) -> np.ndarray:
+        def rows_of_devices(index: Any) -> np.ndarray:
             return self.scalars.rows(index[0])
 
-        return jax.make_array_from_callback(like.shape, like.sharding, of_devices)
+        return jax.make_array_from_callback(like.shape, like.sharding, rows_of_devices)
 
     # -- Parts of the answers
 
@@ -170,10 +170,10 @@ class PassSpec(abc.ABC):
         stages, weights = self.stages, self.stages.parameters
         used = self._arrays_of_stages(weights)
         return {
-            "parameters": ArrayRows.of_versions(self.state_table, weights.arrays, used),
+            "parameters": ArrayRows.per_version(self.state_table, weights.arrays, used),
             "mutable_state": self._rows_of_columns(stages.state),
             "statistics": self._rows_of_columns(stages.statistics),
-            "message_compression": ArrayRows.of_columns(self.state_table, [], used),
+            "message_compression": ArrayRows.per_stage(self.state_table, [], used),
         }
 
     def _message_codecs(self) -> dict[str, list]:
@@ -195,9 +195,9 @@ class PassSpec(abc.ABC):
             kept=any(codec.compression.is_sparse for codec in codecs),
         )
 
-    def _pack_state(self, **of_training: Any) -> StatePackings:
-        """`packings`; `of_training` are the fields that only a training pass has."""
-        stages, found = self.stages, self.stages.vocabulary
+    def _pack_state(self, **training_packings: Any) -> StatePackings:
+        """`packings`; `training_packings` are the fields that only a training pass has."""
+        stages, vocabulary = self.stages, self.stages.vocabulary
         return StatePackings(
             parameters=stages.parameters,
             accumulators=stages.accumulators,
@@ -205,9 +205,9 @@ class PassSpec(abc.ABC):
             statistics=stages.statistics,
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
-            embedded=self._activations(found.embedded),
-            head_input=self._activations(jax.tree.leaves(found.head_inputs)),
-            **of_training,
+            embedded=self._activations(vocabulary.embedded),
+            head_input=self._activations(jax.tree.leaves(vocabulary.head_inputs)),
+            **training_packings,
         )
 
     def _activations(self, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Leaf]:
@@ -219,7 +219,7 @@ class PassSpec(abc.ABC):
 
     def _rows_of_columns(self, pack: Packing) -> ArrayRows:
         used = self._arrays_of_stages(pack)
-        return ArrayRows.of_columns(self.state_table, pack.arrays, used)
+        return ArrayRows.per_stage(self.state_table, pack.arrays, used)
 
     def _stage_constants(self) -> dict[str, StageConstants]:
         """Operation of both kinds of pass -> its scalars that depend on the stage alone: see `LaneScalars`."""

@@ -318,7 +318,7 @@ def run_layers(
             popped: list[jax.Array] = popped,
         ) -> tuple:
             x, rings, statistics, moving = state
-            parameters = weights.of_layer(run, i, fetched)
+            parameters = weights.layer_weights(run, i, fetched)
             current = mutable_state if moving is None else moving
             extra = _layer_extra(stage, current, run, kind, r, i)
             if rings is None:

@@ -50,7 +50,7 @@ class StageWeights(NamedTuple):
         far = [place for place in run.parameters if place.on_host]
         return packing.read_all(self.arrays, far, self.stage.version, i)
 
-    def of_layer(self, run: LayerRun, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
+    def layer_weights(self, run: LayerRun, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
         """The weights of layer i of a run, gathered from the axis "fsdp".
 
         Args:
@@ -78,7 +78,7 @@ class StageWeights(NamedTuple):
         column = self.stage.column("mutable_state")
         places = [run.state[j - 1] for j in kind.constants]  # the key comes before the state
         constants = packing.read_all(self.mutable_state, places, column, i)
-        return [*self.of_layer(run, i, fetched), *constants]
+        return [*self.layer_weights(run, i, fetched), *constants]
 
 
 _SMALL = 2**14
@@ -95,25 +95,25 @@ def _cast_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any]
     dtype = stage.spec.numbers.compute_dtype
     if not stage.joins or dtype is None:
         return {}
-    found: dict[tuple[Place, Any], jax.Array] = {}
+    cast_weights: dict[tuple[Place, Any], jax.Array] = {}
     groups: dict[Any, dict] = {}
     for run in stage.program.runs:
         for place in run.parameters:
-            own = arrays[place.array].dtype
-            alone = place.on_host or any(place.spec) or own == dtype
-            alone = alone or not jnp.issubdtype(own, jnp.floating)
+            stored_dtype = arrays[place.array].dtype
+            alone = place.on_host or any(place.spec) or stored_dtype == dtype
+            alone = alone or not jnp.issubdtype(stored_dtype, jnp.floating)
             if not alone and math.prod(place.shape) <= _SMALL:
                 for i in range(run.longest):
                     value = packing.read(arrays, place, stage.version, i)
-                    groups.setdefault(own, {})[place, i] = value
+                    groups.setdefault(stored_dtype, {})[place, i] = value
     for values in groups.values():
         ends = np.cumsum([value.size for value in values.values()])[:-1]
         flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
         parts = jnp.split(lax.optimization_barrier(flat), ends)
         cast = lax.optimization_barrier([part.astype(dtype) for part in parts])
         for (key, value), part in zip(values.items(), cast, strict=True):
-            found[key] = part.reshape(value.shape)
-    return found
+            cast_weights[key] = part.reshape(value.shape)
+    return cast_weights
 
 
 def gathered_along_fsdp(

@@ -161,7 +161,7 @@ def _batches(facts: StateFacts) -> Any:
 # -- The list
 
 
-def _of_runs(name: str, stages: Stages, stage: int) -> Iterator[tuple[int, Sequence, int]]:
+def _run_leaves(name: str, stages: Stages, stage: int) -> Iterator[tuple[int, Sequence, int]]:
     """The leaves of each layer at the places that its run has under a name."""
     for layer, run, row in stages.layer_runs(stage):
         yield layer, getattr(run, name), row
@@ -187,7 +187,7 @@ STATE_ARRAYS = (
         on_host=lambda facts: facts.packings.parameters.on_host,
         leaves=LayerLeaves(
             "params",
-            functools.partial(_of_runs, "parameters"),
+            functools.partial(_run_leaves, "parameters"),
             lambda layer: layer.parameters,
         ),
         has_versions=True,
@@ -219,7 +219,7 @@ STATE_ARRAYS = (
         adopted=Adopted.LEAVES,
         leaves=LayerLeaves(
             "mutable_state",
-            functools.partial(_of_runs, "state"),
+            functools.partial(_run_leaves, "state"),
             lambda layer: layer.state,
         ),
         in_forward_only=True,

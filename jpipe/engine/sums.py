@@ -37,12 +37,12 @@ def with_sums(written: Record, packed: Packed) -> Record:
 def squares_of(device: TrainingDevice, arrays: TickArrays) -> dict[str, jax.Array]:
     """Packed sigmas with the loss scale: x and d are orthonormal, so their squares are those of the gradients."""
     places = device.spec.stages.factors.places
-    sigmas = {p.array for of in places for p in of if len(p.shape) == 1}
-    found = {n: a for n, a in factors_in(arrays).items() if n in sigmas}
+    sigmas = {p.array for placed in places for p in placed if len(p.shape) == 1}
+    packed_sigmas = {n: a for n, a in factors_in(arrays).items() if n in sigmas}
     scale = device.loss_scale(arrays)
     if scale is None:
-        return found
-    return {name: a * scale.astype(a.dtype) for name, a in found.items()}
+        return packed_sigmas
+    return {name: a * scale.astype(a.dtype) for name, a in packed_sigmas.items()}
 
 
 def microbatch_of(stage: TrainingStage, arrays: TickArrays) -> Microbatch | None:

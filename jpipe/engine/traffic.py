@@ -75,14 +75,14 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
 def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecord:
     """What a replica of a stage receives in an update; a plain mean sends sums in a ring."""
     u, stages = engine.updates.program_of_stage[s], engine.stages
-    update, of_mean = engine.updates.programs[u], 2 * (number - 1) / number
+    update, sends_per_number = engine.updates.programs[u], 2 * (number - 1) / number
 
     def total(places: Sequence[Place], packing: Packing) -> int:
         sizes = (math.prod(p.shape) * packing.arrays[p.array].dtype.itemsize for p in places)
         return sum(sizes)
 
     whole_sums = stages.gradient_sums.packing_of(stages.parameters)
-    plain = round(of_mean * total([place for (place, _), *_ in update.parameters], whole_sums))
+    plain = round(sends_per_number * total([place for (place, _), *_ in update.parameters], whole_sums))
     formed, factors = (
         places_of(placed for placed, _ in update.gradients if placed.sum.group == group) for group in (SUMS, FACTORS)
     )
@@ -91,7 +91,7 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
     exchanged += engine.schedule.num_microbatches * total(factors, stages.factors)
     compressor, num_bytes = (
         engine.communication.compress_gradients,
-        round(of_mean * exchanged),
+        round(sends_per_number * exchanged),
     )
     if compressor is not None:
         num_bytes = sum(
@@ -129,38 +129,38 @@ def counts(engine: TrainingPass, compression: MessageCompression, kept: Mapping[
       the latest thresholds, and "gradient_overflow" and "message_overflow", the entries so far that passed without
       room.
     """
-    found = _ratios(messages(engine))
-    of_gradients, of_messages = (
+    counters = _ratios(messages(engine))
+    gradient_state, message_states = (
         kept["gradient_compression"],
         kept["message_compression"],
     )
-    if "error" in of_gradients:
-        errors = jax.tree.leaves(of_gradients["error"])
+    if "error" in gradient_state:
+        errors = jax.tree.leaves(gradient_state["error"])
         squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in errors]
-        found["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))
+        counters["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))
         states = [
-            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state) for state in of_gradients["states"].values()
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state) for state in gradient_state["states"].values()
         ]
-        found |= _counts("gradient", engine.communication.compress_gradients, states)
+        counters |= _counts("gradient", engine.communication.compress_gradients, states)
     activations, gradients = compression
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():
         states = [
-            state for key, state in of_messages.items() if is_gradient(inbox_of(key)) == (name == "message_gradient")
+            state for key, state in message_states.items() if is_gradient(inbox_of(key)) == (name == "message_gradient")
         ]
-        found |= _counts(name, compressor, states)
-    return found
+        counters |= _counts(name, compressor, states)
+    return counters
 
 
 def _ratios(records: Sequence[MessageRecord]) -> dict[str, jax.Array]:
     """Of what is compressed between stages, and between replicas."""
-    found = {}
-    for name, of_replicas in ("message", False), ("gradient", True):
-        of = [r for r in records if (r.source == r.target) == of_replicas]
-        plain, sent = (sum(getattr(r, n) for r in of) for n in ("plain_bytes", "num_bytes"))
+    ratios = {}
+    for name, is_gradient_exchange in ("message", False), ("gradient", True):
+        records_of_kind = [r for r in records if (r.source == r.target) == is_gradient_exchange]
+        plain, sent = (sum(getattr(r, n) for r in records_of_kind) for n in ("plain_bytes", "num_bytes"))
         if plain != sent:
-            found[f"{name}_ratio"] = jnp.float32(plain / max(sent, 1))
-    return found
+            ratios[f"{name}_ratio"] = jnp.float32(plain / max(sent, 1))
+    return ratios
 
 
 def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
@@ -168,13 +168,13 @@ def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
     states = [state for state in states if jax.tree.leaves(state)]
     if compressor is None or not states:
         return {}
-    of_states = [jax.vmap(compressor.counts)(state) for state in states]
-    found = {}
-    for key in of_states[0]:
+    counts_by_state = [jax.vmap(compressor.counts)(state) for state in states]
+    counters = {}
+    for key in counts_by_state[0]:
         # In float32: the sum of many counts may be beyond int32.
-        values = jnp.concatenate([counts[key].reshape(-1).astype(jnp.float32) for counts in of_states])
+        values = jnp.concatenate([counts[key].reshape(-1).astype(jnp.float32) for counts in counts_by_state])
         total = jnp.sum(values)
         if key == "density":  # some states are of no array, and sent nothing
             total = total / jnp.maximum(jnp.sum(values > 0), 1)
-        found[f"{name}_{key}"] = total
-    return found
+        counters[f"{name}_{key}"] = total
+    return counters

@@ -109,7 +109,7 @@ class TrainingPass(PassSpec):
         """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
         if self.communication.compress_gradients is None:
             return []
-        return gradient_groups(self.updates.of_all, self.stages.accumulators.arrays)
+        return gradient_groups(self.updates.distinct, self.stages.accumulators.arrays)
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""
@@ -140,15 +140,15 @@ class TrainingPass(PassSpec):
         """Adds "gradients" (also errors of compression), "optimizer_state" and the table's `STASHES` to `PassSpec`."""
         stages, updates = self.stages, self.updates
         rings = {
-            ring: ArrayRows.of_slots(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))
+            ring: ArrayRows.per_slot(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))
             for ring, pack in self.packings.rings.items()
             if self.lowered.num_slots[ring]
         }
         # The owners of the optimizer's state are shares of updates.
-        of_state = [
-            {piece.place.array for of_leaf in update.state for piece in of_leaf} for update in updates.owner_updates
+        state_arrays = [
+            {piece.place.array for pieces in update.state for piece in pieces} for update in updates.owner_updates
         ]
-        state = ArrayRows.of_columns(self.lowered, updates.state.arrays, of_state)
+        state = ArrayRows.per_stage(self.lowered, updates.state.arrays, state_arrays)
         return {
             **super()._array_rows(),
             **rings,
@@ -192,16 +192,16 @@ class TrainingPass(PassSpec):
     @functools.cached_property
     def scalars(self) -> ScalarTable:
         """See `PassSpec`."""
-        of_stage: StageConstants = {
+        stage_constants: StageConstants = {
             ("stage",): np.arange(self.stages.num_stages),
             **{("delay", name): delay for name, delay in self.delays.items()},
         }
         programs = np.array(self.updates.program_of_stage)
         constants = {
             **self._stage_constants(),
-            "update": {("program",): programs, **of_stage},
+            "update": {("program",): programs, **stage_constants},
         }
-        constants |= dict.fromkeys(self.updates.together, {**self._one_program, **of_stage})
+        constants |= dict.fromkeys(self.updates.together, {**self._one_program, **stage_constants})
         return scalar_table(self.lowered, constants, self.rows, newest=False)
 
     @property
@@ -240,9 +240,9 @@ class TrainingPass(PassSpec):
         forwards = super()._message_codecs()
         return forwards | {
             "gradient" if inbox == "activation" else f"{inbox}.gradient": [
-                with_gradients(codecs) for codecs in of_inbox
+                with_gradients(codecs) for codecs in codec_lists
             ]
-            for inbox, of_inbox in forwards.items()
+            for inbox, codec_lists in forwards.items()
         }
 
     @functools.cached_property

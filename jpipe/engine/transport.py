@@ -140,8 +140,8 @@ class MessageEnd(NamedTuple):
         slot = [self.stage.scalars.slot(self.inbox)]
         places, wires = iter(self.places), []
         for codec in self.codecs:
-            of_leaf = itertools.islice(places, len(codec.wire(self._gradient)))
-            wires.append(packing.read_all(read.inbox[self.inbox], list(of_leaf), slot))
+            leaf_places = itertools.islice(places, len(codec.wire(self._gradient)))
+            wires.append(packing.read_all(read.inbox[self.inbox], list(leaf_places), slot))
         return wires
 
     def arrived(self, read: TickArrays) -> list[jax.Array]:

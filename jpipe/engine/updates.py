@@ -63,7 +63,7 @@ def update(
     arrays, norms = gradient_norms(reduction, updates, arrays)
 
     def apply_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
-        norm, skip = norms.of_version(lane.stage, lane.absolute_version)
+        norm, skip = norms.norm_and_skip(lane.stage, lane.absolute_version)
 
         def apply(
             merged: MergedUpdate,
@@ -71,7 +71,7 @@ def update(
             now: jax.Array,
             arrays: Record,
         ) -> Record:
-            of_column = Apply(
+            column_update = Apply(
                 device=device,
                 merged=merged,
                 position=position,
@@ -81,7 +81,7 @@ def update(
                 global_norm=norm,
                 scale=norms.scale,
             )
-            return of_column.run(arrays)
+            return column_update.run(arrays)
 
         if spec.lowered.target.loops_in_branches:
             for merged in spec.updates.merged[lane.operation]:
@@ -107,5 +107,5 @@ def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, 
     """Whether a number, or -1, is among others, and its position there."""
     if len(numbers) == 1:
         return number == numbers[0], 0
-    found = number == np.array(numbers, np.int32)
-    return found.any(), jnp.argmax(found).astype(jnp.int32)
+    is_equal = number == np.array(numbers, np.int32)
+    return is_equal.any(), jnp.argmax(is_equal).astype(jnp.int32)

@@ -86,8 +86,8 @@ def embed_backward(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
         # What follows are gradients of sums of reported values, which begin with zeros.
         gradient = read.embedded_gradient[: len(outputs)]
         gradient = from_stored(device.spec.stages, gradient, outputs)
-        (of_weights,) = backward(_from_device(device, home, gradient))
-        gradients = _add_gradients(device, layer, written.gradients, of_weights)
+        (weight_gradients,) = backward(_from_device(device, home, gradient))
+        gradients = _add_gradients(device, layer, written.gradients, weight_gradients)
         return written.replace(gradients=gradients, op_count=written.op_count + 1)
 
     writes = ["gradients", "op_count"]
@@ -109,14 +109,16 @@ def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays
         weights = _weights(device, layer, read, lane, "forward")
         inputs = _head_inputs(device, home, read)
         is_home = device.position == home
-        loss, aux, of_weights, of_inputs = _loss_and_gradients(device, lane, read, weights, inputs)
+        loss, aux, weight_gradients, input_gradients = _loss_and_gradients(device, lane, read, weights, inputs)
         slot = lane.slot(HEAD_GRADIENT)
         return written.replace(
             loss=written.loss + jnp.where(is_home, loss, 0)[None],
             aux=[a + jnp.where(is_home, b, 0)[None] for a, b in zip(written.aux, aux, strict=True)],
             count=written.count + is_home.astype(jnp.int32),
-            head_gradient=[put_row(ring, a, slot) for ring, a in zip(written.head_gradient, of_inputs, strict=True)],
-            gradients=_add_gradients(device, layer, written.gradients, of_weights),
+            head_gradient=[
+                put_row(ring, a, slot) for ring, a in zip(written.head_gradient, input_gradients, strict=True)
+            ],
+            gradients=_add_gradients(device, layer, written.gradients, weight_gradients),
             op_count=written.op_count + 1,
         )
 
@@ -234,18 +236,18 @@ def _embedded(device: Device, layer: VocabularyLayer, lane: LaneScalars, weights
 
 def _head_inputs(device: Device, home: int, read: ReadOnly) -> list[jax.Array]:
     """The inputs of the head, from the last stage; zeros for those that it does not read."""
-    found = device.spec.stages.vocabulary
-    inputs = from_stored(device.spec.stages, read.head_input, jax.tree.leaves(found.head_inputs))
-    wanted = [a for a, is_read in zip(inputs, found.head_reads, strict=True) if is_read]
+    layers = device.spec.stages.vocabulary
+    inputs = from_stored(device.spec.stages, read.head_input, jax.tree.leaves(layers.head_inputs))
+    wanted = [a for a, is_read in zip(inputs, layers.head_reads, strict=True) if is_read]
     sent = iter(_from_device(device, home, wanted))
-    return [next(sent) if is_read else jnp.zeros_like(a) for a, is_read in zip(inputs, found.head_reads, strict=True)]
+    return [next(sent) if is_read else jnp.zeros_like(a) for a, is_read in zip(inputs, layers.head_reads, strict=True)]
 
 
 def _head_outputs(device: Device, lane: LaneScalars, weights: Sequence, inputs: Sequence, train: bool) -> Any:
-    found = device.spec.stages.vocabulary
-    assert found.head is not None
-    key = device.random_key(found.head.index, lane.microbatch_number)
-    return found.head_outputs(weights, jax.random.key_data(key), inputs, train)
+    layers = device.spec.stages.vocabulary
+    assert layers.head is not None
+    key = device.random_key(layers.head.index, lane.microbatch_number)
+    return layers.head_outputs(weights, jax.random.key_data(key), inputs, train)
 
 
 def _gathered_logits(outputs: Any) -> Any:
@@ -279,5 +281,5 @@ def _loss_and_gradients(
 
     inexact = [a for a in inputs if is_inexact(a)]
     values, backward, aux = jax.vjp(loss, weights, inexact, has_aux=True)
-    of_weights, of_inputs = backward(loss_gradients(device, lane, read))
-    return values[0], aux, of_weights, stages.values.constrained(of_inputs)
+    weight_gradients, input_gradients = backward(loss_gradients(device, lane, read))
+    return values[0], aux, weight_gradients, stages.values.constrained(input_gradients)

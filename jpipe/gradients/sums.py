@@ -147,13 +147,13 @@ class FactoredSum(GradientSum):
         # Of a minibatch that was not finite.
         lost = (microbatch.number == 0) & ~jnp.isfinite(sigma)
         old = Factors(x.T, d.T, jnp.where(lost, jnp.zeros_like(sigma), sigma))
-        rows, of_rows = (a.astype(sigma.dtype) for a in (product.x, product.d))
+        rows, row_gradients = (a.astype(sigma.dtype) for a in (product.x, product.d))
         # `update` takes a mean over parts of means over rows, and a minibatch's gradient is a sum of both.
         factor = microbatch.num_microbatches * rows.shape[0]
-        of_rows = of_rows * jnp.asarray(factor, sigma.dtype)
+        row_gradients = row_gradients * jnp.asarray(factor, sigma.dtype)
         if microbatch.scale is not None:
-            of_rows = of_rows / microbatch.scale.astype(sigma.dtype)
-        new = self.compressor.update(old, rows, of_rows, microbatch.number, microbatch.mean)
+            row_gradients = row_gradients / microbatch.scale.astype(sigma.dtype)
+        new = self.compressor.update(old, rows, row_gradients, microbatch.number, microbatch.mean)
         finite = jnp.isfinite(new.sigma).all()
         return [
             jnp.where(finite, new.x.T, x),
@@ -191,7 +191,7 @@ class GradientSums:
     compressor: StreamingPCA | None = None
     dtype: np.dtype | None = None
 
-    def of_layer(
+    def for_layer(
         self, program: LayerProgram, parameters: Sequence[Leaf], tied: Container[int]
     ) -> tuple[GradientSum, ...]:
         """The sums of the gradients of a layer.

@@ -27,8 +27,8 @@ def used_arrays(pack: Packing, owner_of_stage: Sequence[int]) -> list[set[str]]:
       pack: the packing. Its owners after those of stages are units of vocabulary layers.
       owner_of_stage: for each stage the owner that stands for it.
     """
-    of_owners = [{place.array for place in places} for places in pack.places]
-    return [of_owners[o] for o in owner_of_stage] + of_owners[max(owner_of_stage) + 1 :]
+    arrays_of_owners = [{place.array for place in places} for places in pack.places]
+    return [arrays_of_owners[o] for o in owner_of_stage] + arrays_of_owners[max(owner_of_stage) + 1 :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ArrayRows:
     unit_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of_columns(
+    def per_stage(
         cls,
         lowered: Lowered,
         arrays: Collection[str],
@@ -66,37 +66,38 @@ class ArrayRows:
         return cls._of(lowered, arrays, used, rows, lowered.num_chunks, [1 for _ in lowered.homes])
 
     @classmethod
-    def of_versions(
+    def per_version(
         cls,
         lowered: Lowered,
         arrays: Collection[str],
         used: Sequence[Collection[str]],
     ) -> "ArrayRows":
-        """The rows of arrays with one row for each version of the weights of a stage; see `of_columns`."""
+        """The rows of arrays with one row for each version of the weights of a stage; see `per_stage`."""
         rows = [
-            [(d, lowered.rows.of_chunk(s, d, chunk)) for d, chunk in copies] for s, copies in enumerate(lowered.copies)
+            [(d, lowered.rows.chunk_rows(s, d, chunk)) for d, chunk in copies]
+            for s, copies in enumerate(lowered.copies)
         ]
         rows_per_unit = lowered.rows.num_versions[[*lowered.homes]].tolist()
         return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows, rows_per_unit)
 
     @classmethod
-    def of_slots(
+    def per_slot(
         cls,
         lowered: Lowered,
         ring: str,
         arrays: Collection[str],
         used: Sequence[Collection[str]],
     ) -> "ArrayRows":
-        """The rows of arrays with one row for each slot of a ring; see `of_columns`.
+        """The rows of arrays with one row for each slot of a ring; see `per_stage`.
 
         Stages may share a slot, and the row of an array there. A slot that comes from host memory has all arrays.
         """
-        found, schedule = lowered.rings[ring], lowered.schedule
-        if found.spill is not None:
-            return cls(schedule.num_devices, found.num_slots, {})
-        of_columns = [used[s] for s in schedule.stage]
-        rows = [[(int(d), slots)] for d, slots in zip(schedule.device, found.slots)]
-        return cls._of(lowered, arrays, of_columns, rows, found.num_slots)
+        slot_ring, schedule = lowered.rings[ring], lowered.schedule
+        if slot_ring.spill is not None:
+            return cls(schedule.num_devices, slot_ring.num_slots, {})
+        used_by_column = [used[s] for s in schedule.stage]
+        rows = [[(int(d), slots)] for d, slots in zip(schedule.device, slot_ring.slots)]
+        return cls._of(lowered, arrays, used_by_column, rows, slot_ring.num_slots)
 
     @classmethod
     def _of(
@@ -117,9 +118,9 @@ class ArrayRows:
             if name in unit_rows:
                 continue
             is_used = np.zeros((num_devices, num_rows), bool)
-            for of_stage, of_copies in zip(used, rows):
-                for device, own in of_copies:
-                    is_used[device, own] |= name in of_stage
+            for stage_arrays, copy_rows in zip(used, rows):
+                for device, device_rows in copy_rows:
+                    is_used[device, device_rows] |= name in stage_arrays
             number = is_used.cumsum(axis=1)
             if number[:, -1].max() < num_rows:
                 tables[name] = np.where(is_used, number - 1, -1).astype(np.int32)

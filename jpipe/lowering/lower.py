@@ -110,7 +110,7 @@ class Lowered:
     @property
     def placement(self) -> tuple[tuple[int, int], ...]:
         """For each stage the device and the position of its copy 0."""
-        return tuple(of_stage[0] for of_stage in self.copies)
+        return tuple(stage_copies[0] for stage_copies in self.copies)
 
     @property
     def owner_homes(self) -> tuple[int, ...]:
@@ -204,7 +204,8 @@ def lower(
     together = together or {}
     head = "head" in together
     copies = tuple(
-        tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage) for of_stage in schedule.columns_of_copies
+        tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in stage_columns)
+        for stage_columns in schedule.columns_of_copies
     )
     num_chunks = int(chunk.max()) + 1
     return Lowered(

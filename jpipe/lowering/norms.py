@@ -39,15 +39,15 @@ def norm_table(schedule: Schedule) -> NormTable:
     model = joint_updates(schedule.emulates or schedule)
     newest = _newest(model)
     offset = np.minimum(newest - 1, 0)
-    of_stage = model.update_ticks()[model.column_of_stage]
-    order = of_stage % model.num_ticks
+    update_ticks = model.update_ticks()[model.column_of_stage]
+    order = update_ticks % model.num_ticks
     reporter = np.full(schedule.num_ticks, -1)
     for t in np.flatnonzero((schedule.update != IDLE).any(axis=1)):
         stages = np.unique(schedule.stage[schedule.update[t] != IDLE])
         reporter[t] = max(stages.tolist(), key=lambda s: (order[s], s))
     return NormTable(
         offset=offset,
-        together=of_stage[:, None] == of_stage[None],
+        together=update_ticks[:, None] == update_ticks[None],
         depth=int((_newest(schedule) - 1 - offset).max()) + 1,
         reporter=reporter,
     )

@@ -45,7 +45,7 @@ def all_operations(
     num_in_column: np.ndarray,
 ) -> dict[str, Operations]:
     """All kinds of operations."""
-    update = _of_copies(schedule, schedule.update)
+    update = _in_every_copy(schedule, schedule.update)
     cells_and_versions = {
         "forward": (schedule.forward, schedule.forward_version),
         "backward": (schedule.backward, schedule.backward_version),
@@ -55,7 +55,7 @@ def all_operations(
     if schedule.has_copies:
         commit = np.full_like(update, IDLE)
         if not schedule.forward_only:
-            commit = _of_copies(schedule, commit_cells(schedule))
+            commit = _in_every_copy(schedule, commit_cells(schedule))
         cells_and_versions["commit"] = commit, commit
     return {
         name: _operations(
@@ -140,7 +140,7 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
     return version
 
 
-def _of_copies(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
+def _in_every_copy(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
     """`cells` in the first column of every copy, and `IDLE` in the others."""
     result = np.full_like(cells, IDLE)
     first = [c for c, *_ in itertools.chain(*schedule.columns_of_copies)]

@@ -69,11 +69,11 @@ class Ring:
           >>> ring.slot(np.array([0, 0, 0, 1]), np.array([0, 1, 2, 7])).tolist()
           [0, 1, 0, 2]
         """
-        of_columns = self.slots
+        slots_by_column = self.slots
         if reads and self.read_slots is not None:
-            of_columns = self.read_slots
-        width = max(map(len, of_columns), default=0)
-        rows = [np.resize(slots if len(slots) else [0], max(width, 1)) for slots in of_columns]
+            slots_by_column = self.read_slots
+        width = max(map(len, slots_by_column), default=0)
+        rows = [np.resize(slots if len(slots) else [0], max(width, 1)) for slots in slots_by_column]
         return np.array(rows)[column, position % self.depth(column)]
 
 
@@ -104,7 +104,7 @@ def make_rings(
     rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_columns) for name in names}
     lifetimes = _lifetimes(schedule, recompute, routes)
     if head and not schedule.forward_only:
-        lifetimes[HEAD_GRADIENT] = _of_last_stage(schedule)
+        lifetimes[HEAD_GRADIENT] = _last_stage_lifetimes(schedule)
     share = _shared_slots if schedule.drains else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
@@ -152,10 +152,10 @@ def _spilled(
                 "microbatches has "
                 f"{schedule.num_ticks}. Use more microbatches, or leave `activations` out."
             )
-        of_devices = stashes_of(schedule, first, last, used)
-        spilled = spill(num_slots, schedule.num_ticks, first.shape, of_devices)
+        stashes_by_device = stashes_of(schedule, first, last, used)
+        spilled = spill(num_slots, schedule.num_ticks, first.shape, stashes_by_device)
         if spilled is None:
-            failed += [tuple(of_device.values()) for of_device in of_devices]
+            failed += [tuple(stashes.values()) for stashes in stashes_by_device]
             continue
         written, read = (_slots_to_fill(num_in_column, used) for _ in range(2))
         for m, c in np.argwhere(used):
@@ -264,7 +264,7 @@ def _lifetimes(
     return lifetimes
 
 
-def _of_last_stage(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+def _last_stage_lifetimes(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """First and last tick `[N, C]` of what the last stage keeps from its forward to its backward."""
     is_last = schedule.stage == schedule.num_stages - 1
     ticks = schedule.forward_ticks(), schedule.backward_ticks()

@@ -2,8 +2,8 @@
 
 Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of
 the compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the
-round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read their scalars through the
-typed views `LaneScalars` and `ChannelScalars`.
+round's number, for all ticks at once (`ScalarTable.with_round`). In a tick the operations read their scalars through
+the typed views `LaneScalars` and `ChannelScalars`.
 
 Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
 """
@@ -143,16 +143,16 @@ class ScalarTable:
         return num_devices, num_ticks, width
 
     def rows(self, devices: slice = slice(None)) -> np.ndarray:
-        """The descriptions of all scalars for `of_device`, int32 `[devices, T, integers]`."""
+        """The descriptions of all scalars for `with_round`, int32 `[devices, T, integers]`."""
         num_devices, num_ticks, width = self.rows_shape
-        of_devices = range(num_devices)[devices]
-        rows = np.empty((len(of_devices), num_ticks, width), np.int32)
+        chosen_devices = range(num_devices)[devices]
+        rows = np.empty((len(chosen_devices), num_ticks, width), np.int32)
         entries = (c[j] for scalars, j in self._parts.values() for c in scalars.values())
         for i, entry in enumerate(entries):
             rows[..., i] = np.broadcast_to(entry, self._shape)[:, devices].T
         return rows
 
-    def of_device(
+    def with_round(
         self,
         rows: jax.Array,
         round_: jax.Array | int,
@@ -251,8 +251,8 @@ class LaneScalars:
     def _get(self, *field: str | int) -> jax.Array:
         if isinstance(self.lane, int):
             return self.tick.get(self.operation, self.lane, *field)
-        of_lanes = self.tick.table.index_of_lanes(self.operation, field)
-        index = lax.dynamic_index_in_dim(of_lanes, self.lane, keepdims=False, allow_negative_indices=False)
+        index_by_lane = self.tick.table.index_of_lanes(self.operation, field)
+        index = lax.dynamic_index_in_dim(index_by_lane, self.lane, keepdims=False, allow_negative_indices=False)
         return lax.dynamic_index_in_dim(self.tick.values, index, keepdims=False, allow_negative_indices=False)
 
     @property
@@ -413,7 +413,7 @@ class SpillScalars:
 
 def scalar_table(
     lowered: Lowered,
-    of_stage: Mapping[str, StageConstants],
+    constants_of_operations: Mapping[str, StageConstants],
     rows: VersionRows,
     newest: bool,
 ) -> ScalarTable:
@@ -421,7 +421,7 @@ def scalar_table(
 
     Args:
       lowered: the table.
-      of_stage: for each operation its constants of stages; ("program",) is needed.
+      constants_of_operations: for each operation its constants of stages; ("program",) is needed.
       rows: where the versions of weights are.
       newest: whether the newest versions are read instead of the table's.
     """
@@ -431,7 +431,7 @@ def scalar_table(
     for name, operations in lowered.operations.items():
         for lane in range(operations.num_lanes):
             lane_name = (name, lane)
-            _add_lane(table, lowered, lane_name, operations, of_stage[name])
+            _add_lane(table, lowered, lane_name, operations, constants_of_operations[name])
             _add_versions(table, lane_name, operations, rows, newest)
     for ring, spill in lowered.spills.items():
         for field in ("leaves", "stores", "loads", "arrives"):
@@ -471,7 +471,7 @@ def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
         table.add_guarded(("copies", operation, s), np.where(now, 0, -1), first, last)
 
 
-def _of_minibatch(operation: str) -> bool:
+def _is_per_minibatch(operation: str) -> bool:
     """Whether an operation is one of a whole minibatch, not of a microbatch."""
     return operation == "commit" or operation.startswith("update")
 
@@ -481,7 +481,7 @@ def _add_lane(
     lowered: Lowered,
     lane_name: tuple[str, int],
     operations: Operations,
-    of_stage: StageConstants,
+    stage_constants: StageConstants,
 ) -> None:
     """Adds the scalars of one lane of an operation, except those of versions."""
     operation, lane = lane_name
@@ -490,18 +490,18 @@ def _add_lane(
         getattr(operations, field)[..., lane]
         for field in ("stage", "chunk", "column", "microbatch", "position", "version")
     )
-    for field, constants in of_stage.items():
+    for field, constants in stage_constants.items():
         values = np.asarray(constants).astype(np.int32)[stage]
         if field != ("program",):
             table.add_plain((*lane_name, *field), values)
             continue
         program = np.where(stage >= 0, values, -1)
         first, last = microbatch, microbatch
-        if _of_minibatch(operation):
+        if _is_per_minibatch(operation):
             first, last = N * (version - 1), N * version - 1
         table.add_guarded((*lane_name, "program"), program, first, last)
     table.add_plain((*lane_name, "chunk"), chunk)
-    if _of_minibatch(operation):
+    if _is_per_minibatch(operation):
         return
     table.add_plain((*lane_name, "number"), microbatch, rounds=N, started=1)
     if not lowered.schedule.has_copies:  # else a commit moves the mutable state

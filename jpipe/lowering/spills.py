@@ -109,8 +109,8 @@ def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int]
         # after as many stashes as live at once, the rest is mostly the same.
         begins = sorted(stash.first % num_ticks for stash in stashes)
         begins = begins[: int(in_use.max()) + 1]
-    found = [_chosen_from(stashes, num_slots, in_use.copy(), begin) for begin in begins]
-    return min((chosen for chosen in found if chosen is not None), key=len, default=None)
+    choices = [_chosen_from(stashes, num_slots, in_use.copy(), begin) for begin in begins]
+    return min((chosen for chosen in choices if chosen is not None), key=len, default=None)
 
 
 def _chosen_from(stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, begin: int) -> set[int] | None:
@@ -192,7 +192,7 @@ def assign(stashes: tuple[Stash, ...], num_slots: int, num_ticks: int) -> Assign
 def least_slots(stashes: Sequence[tuple[Stash, ...]], num_ticks: int) -> int:
     """The fewest slots with which `assign` finds an answer for the stashes of every device."""
     num_slots = 1
-    while any(assign(of_device, num_slots, num_ticks) is None for of_device in stashes):
+    while any(assign(device_stashes, num_slots, num_ticks) is None for device_stashes in stashes):
         num_slots += 1
     return num_slots
 
@@ -257,7 +257,7 @@ def spill(
     num_slots: int,
     num_ticks: int,
     shape: tuple[int, int],
-    of_devices: Sequence[Mapping[tuple[int, int], Stash]],
+    stashes_by_device: Sequence[Mapping[tuple[int, int], Stash]],
 ) -> SpilledSlots | None:
     """Slots of a ring, the same in every round, at most `num_slots` on each device; None if a device needs more.
 
@@ -265,20 +265,20 @@ def spill(
       num_slots: K.
       num_ticks: T.
       shape: N, C.
-      of_devices: for each device its stashes.
+      stashes_by_device: for each device its stashes.
     """
     written, read = np.zeros((2, *shape), int)
     is_spilled = np.zeros(shape, bool)
-    leaves, stores, loads, arrives = np.full((4, num_ticks, len(of_devices)), -1)
+    leaves, stores, loads, arrives = np.full((4, num_ticks, len(stashes_by_device)), -1)
     num_on_device = num_on_host = 0
-    for d, of_device in enumerate(of_devices):
-        assigned = assign(tuple(of_device.values()), num_slots, num_ticks)
+    for d, device_stashes in enumerate(stashes_by_device):
+        assigned = assign(tuple(device_stashes.values()), num_slots, num_ticks)
         if assigned is None:
             return None
         on_device, on_host = assigned.on_device, assigned.on_host
         num_on_device = max([num_on_device, *(n + 1 for n in on_device.values())])
         num_on_host = max([num_on_host, *(n + 1 for n in on_host.values())])
-        for i, (cell, stash) in enumerate(of_device.items()):
+        for i, (cell, stash) in enumerate(device_stashes.items()):
             written[cell] = read[cell] = on_device[i, 0]
             if i in assigned.spilled:
                 is_spilled[cell] = True
@@ -287,5 +287,5 @@ def spill(
                 stores[(stash.first + 1) % num_ticks, d] = on_host[i]
                 loads[(stash.back - 1) % num_ticks, d] = on_host[i]
                 arrives[(stash.back - 1) % num_ticks, d] = on_device[i, 1]
-    of_ring = Spill(num_on_host, is_spilled, leaves, stores, loads, arrives)
-    return SpilledSlots(num_on_device, written, read, of_ring)
+    ring_spill = Spill(num_on_host, is_spilled, leaves, stores, loads, arrives)
+    return SpilledSlots(num_on_device, written, read, ring_spill)

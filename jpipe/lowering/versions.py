@@ -37,7 +37,7 @@ class VersionRows:
         """int `[S]`: the newest version's slot of each stage after some rounds."""
         return np.maximum(rounds + self.newest, 0) % self.num_versions
 
-    def of_chunk(self, stage: int, device: int, chunk: int) -> slice:
+    def chunk_rows(self, stage: int, device: int, chunk: int) -> slice:
         """The rows of a stage on a device."""
         first = int(self.first[device, chunk])
         return slice(first, first + int(self.num_versions[stage]))
@@ -64,13 +64,13 @@ def version_rows(
         stale = schedule.facts().forward_delay.astype(int)
         # An update reads a version before it overwrites that version's slot.
         num_versions = np.maximum(num_versions, stale + 1)
-    of_chunks = np.zeros((schedule.num_devices, num_chunks), int)
-    for s, of_stage in enumerate(copies):
-        for place in of_stage:
-            of_chunks[place] = num_versions[s]
-    ends = of_chunks.cumsum(axis=1)
+    num_rows = np.zeros((schedule.num_devices, num_chunks), int)
+    for s, stage_copies in enumerate(copies):
+        for place in stage_copies:
+            num_rows[place] = num_versions[s]
+    ends = num_rows.cumsum(axis=1)
     # A device with fewer stages than others has no rows for them, and nobody asks.
-    first = np.minimum(ends - of_chunks, ends.max() - 1)
+    first = np.minimum(ends - num_rows, ends.max() - 1)
     return VersionRows(num_versions, first, int(ends.max()), newest, stale)
 
 
@@ -83,9 +83,9 @@ def has_one_row(schedule: Schedule) -> bool:
 
 def _num_versions(schedule: Schedule) -> np.ndarray:
     """int `[S]`: the smallest V such that version v is last read before version v + V overwrites it."""
-    of_stages = np.ones(schedule.num_stages, int)
+    num_versions = np.ones(schedule.num_stages, int)
     if schedule.forward_only:
-        return of_stages
+        return num_versions
     updated, T = schedule.update_ticks(), schedule.num_ticks
     for ticks, versions in (
         (schedule.forward_ticks(), schedule.forward_versions()),
@@ -94,5 +94,5 @@ def _num_versions(schedule: Schedule) -> np.ndarray:
     ):
         newest_written = -((updated - ticks) // T)  # before `ticks`
         back = np.where(ticks == IDLE, 0, newest_written - versions + 1).max(axis=0)
-        np.maximum.at(of_stages, schedule.stage, back)
-    return of_stages
+        np.maximum.at(num_versions, schedule.stage, back)
+    return num_versions

@@ -26,7 +26,7 @@ from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.cut import check_boundaries, devices_of_use, group, of_copies
+from jpipe.stages.cut import check_boundaries, devices_of_use, group, with_device_dim
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.offload import NO_OFFLOAD, HostMoves, Offload
@@ -347,7 +347,7 @@ def _state_layout(
         def leaves(kind: Any) -> list[Leaf]:
             leaves_of_kind = [*map(Leaf, layer_of_kind[kind].avals(name))]
             if name == "statistics":
-                return [of_copies(leaf, schedule.copies) for leaf in leaves_of_kind]
+                return [with_device_dim(leaf, schedule.copies) for leaf in leaves_of_kind]
             return leaves_of_kind
 
         return groups.pack(
@@ -377,7 +377,7 @@ def _state_layout(
         optimizer_state=packed("optimizer_state"),
     )
     rows = {
-        name: ArrayRows.of_columns(lowered, pack.arrays, used(pack))
+        name: ArrayRows.per_stage(lowered, pack.arrays, used(pack))
         for name, pack in (
             ("gradients", accumulators),
             ("optimizer_state", packings.optimizer_state),
@@ -386,9 +386,9 @@ def _state_layout(
         )
         if pack is not None
     }
-    rows["parameters"] = ArrayRows.of_versions(lowered, parameters.arrays, used(parameters))
+    rows["parameters"] = ArrayRows.per_version(lowered, parameters.arrays, used(parameters))
     for ring, pack in packings.rings.items():
-        rows[ring] = ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
+        rows[ring] = ArrayRows.per_slot(lowered, ring, pack.arrays, used(pack))
     facts = StateFacts(
         mesh=None,
         lowered=lowered,
@@ -400,7 +400,7 @@ def _state_layout(
         norm_dtype=real_dtype([layer.avals("parameters") for layer in layers]),
         gradient_compression=_gradient_compression(accumulators, rows["gradients"], compressor),
     )
-    gradient_rows = ArrayRows.of_columns(lowered, parameters.arrays, used(parameters))
+    gradient_rows = ArrayRows.per_stage(lowered, parameters.arrays, used(parameters))
     return lowered, layout_of(facts), gradient_rows.num_bytes(parameters)
 
 

@@ -175,7 +175,7 @@ class Program:
                 for group in update.groups
             ]
             + [[_slot_key(slot) for slot in update.shared]]
-            for update in updates.of_all
+            for update in updates.distinct
         ]
         return {
             "batch": shapes_key(self.microbatch),

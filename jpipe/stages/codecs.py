@@ -64,8 +64,8 @@ class LeafCodec(NamedTuple):
 
     def first_state(self, gradient: bool = False) -> Any:
         """What the compressor keeps, before the first message."""
-        own = self.compression.gradients if gradient else self.compression.activations
-        return () if own is None else own.init(self.leaf.aval)
+        compressor = self.compression.gradients if gradient else self.compression.activations
+        return () if compressor is None else compressor.init(self.leaf.aval)
 
     def encode(self, x: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
         """The wire of the leaf, and the next state."""
@@ -83,16 +83,16 @@ class LeafCodec(NamedTuple):
           state: of the compressor of gradients.
           arrived: the wire of the leaf; read if the compressor is sparse.
         """
-        sparse, own = self.compression
+        sparse, compressor = self.compression
         if isinstance(sparse, SparseCompressor):
             support = sparse.support(self._named(arrived))
             wire = sparse.encode_at(x, support)
-            if own is None:
+            if compressor is None:
                 return _in_order(wire), state
             x = sparse.decode(wire, self.leaf.aval)
-        if own is None:
+        if compressor is None:
             return [x], state
-        wire, state = own.encode(x, state)
+        wire, state = compressor.encode(x, state)
         return _in_order(wire), state
 
     def decode(self, wire: Sequence[jax.Array], gradient: bool = False) -> jax.Array:
@@ -166,9 +166,9 @@ def first_states(messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chun
       num_chunks: R.
     """
     states: dict[str, Any] = {}
-    for inbox, of_messages in messages.items():
+    for inbox, codec_lists in messages.items():
         gradient = is_gradient(inbox)
-        for codecs in of_messages:
+        for codecs in codec_lists:
             for number, codec in enumerate(codecs):
                 state = codec.first_state(gradient)
                 if jax.tree.leaves(state):

@@ -210,8 +210,8 @@ class Stages:
     @property
     def owners(self) -> list[tuple[int, ...]]:
         """The layers that one update changes: those of each stage, then those of each unit of vocabulary layers."""
-        of_stages = [tuple(self.layers_of(s)) for s in range(self.num_stages)]
-        return of_stages + [unit.indices for unit in self.vocabulary.units]
+        layers_of_stages = [tuple(self.layers_of(s)) for s in range(self.num_stages)]
+        return layers_of_stages + [unit.indices for unit in self.vocabulary.units]
 
     def layer_runs(self, owner: int) -> list[tuple[int, LayerRun, int]]:
         """`(layer, run, row)` for each layer of a stage, or of another of `owners`.
@@ -228,7 +228,9 @@ class Stages:
     def _vocabulary_run(self, layer: VocabularyLayer) -> LayerRun:
         """The run of a vocabulary layer."""
         sums = [self.gradient_sums.plain(Leaf(leaf.part)) for leaf in layer.leaves]
-        gradients = tuple(PlacedSum(one, (place,)) for one, place in zip(sums, layer.places, strict=True))
+        gradients = tuple(
+            PlacedSum(gradient_sum, (place,)) for gradient_sum, place in zip(sums, layer.places, strict=True)
+        )
         return LayerRun(self.kind_of_layer[layer.index], 1, (), (), parameters=layer.places, gradients=gradients)
 
 
@@ -321,8 +323,8 @@ class Groups(NamedTuple):
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
-        of_owners = devices_of_owners(self.program_of_stage, devices)
-        return Packing.of(owners, devices=of_owners, **options)
+        owner_devices = devices_of_owners(self.program_of_stage, devices)
+        return Packing.of(owners, devices=owner_devices, **options)
 
 
 def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
@@ -332,10 +334,10 @@ def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[
       owner_of_stage: for each stage its owner.
       devices: for each stage the devices of its copies; None: every stage is on a device of its own.
     """
-    found: list[list[int]] = [[] for _ in range(max(owner_of_stage) + 1)]
+    devices_of_owner: list[list[int]] = [[] for _ in range(max(owner_of_stage) + 1)]
     for s, owner in enumerate(owner_of_stage):
-        found[owner] += [s] if devices is None else devices[s]
-    return found
+        devices_of_owner[owner] += [s] if devices is None else devices[s]
+    return devices_of_owner
 
 
 def devices_of_use(name: str, devices: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:
@@ -424,7 +426,7 @@ def cut(
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             leaves, k = _leaves(traced, name, signature.kind), signature.kind
             if name == "statistics":
-                leaves = [of_copies(leaf, devices) for leaf in leaves]
+                leaves = [with_device_dim(leaf, devices) for leaf in leaves]
             on_host = weights_on_host if name == "parameters" else set()
             return _to_host(leaves, k, on_host, offload)
 
@@ -438,10 +440,10 @@ def cut(
     tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
     on_host = _on_host(traced, inner, offload.gradients)
     sums = [
-        gradient_sums.of_layer(
+        gradient_sums.for_layer(
             kind,
             _to_host(_leaves(traced, "parameters", k), k, on_host, offload),
-            [j for of_kind, j in tied if of_kind == k],
+            [j for tied_kind, j in tied if tied_kind == k],
         )
         for k, kind in enumerate(traced.layer_kinds)
     ]
@@ -530,7 +532,7 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
 }
 
 
-def of_copies(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
+def with_device_dim(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
     """A leaf of statistics with a place for each device, if stages have copies on several.
 
     Each copy writes at its own place, so that the sum over the copies has what each of them has.
@@ -560,15 +562,15 @@ def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]
     }
     count = collections.Counter(traced.kind_of_layer[i] for i in layers)
     wanted = share * sum(n * count[k] for (k, _), n in sizes.items())
-    found: set[tuple[int, int]] = set()
+    on_host: set[tuple[int, int]] = set()
     total = 0
     for k, j in sorted(sizes, key=sizes.__getitem__, reverse=True):
         if total >= wanted:
             break
         if count[k]:
-            found.add((k, j))
+            on_host.add((k, j))
             total += count[k] * sizes[k, j]
-    return found
+    return on_host
 
 
 def _to_host(leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload) -> list[Leaf]:
@@ -587,7 +589,9 @@ def _pack_sums(
     """How the leaves of the sums of gradients are packed. Factors are all in pools."""
 
     def leaves_of(group: str) -> Callable[[_Signature], list[Leaf]]:
-        return lambda signature: [leaf for one in sums[signature.kind] if one.group == group for leaf in one.leaves]
+        return lambda signature: [
+            leaf for gradient_sum in sums[signature.kind] if gradient_sum.group == group for leaf in gradient_sum.leaves
+        ]
 
     return {
         "accumulators": groups.pack(leaves_of(SUMS), devices=devices, tight=True, occupancy=vectors.weights),
@@ -611,15 +615,16 @@ def _stage_program(
     runs = []
     for signature, longest in zip(groups.signatures[p], groups.longest[p]):
         k = signature.kind
-        of_run: dict[str, tuple] = {
+        run_places: dict[str, tuple] = {
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
             for name, leaves_of in _LEAVES_OF.items()
         }
-        of_sums = {SUMS: places["accumulators"], FACTORS: places["factors"]}
-        of_run["gradients"] = tuple(
-            PlacedSum(one, tuple(itertools.islice(of_sums[one.group], len(one.leaves)))) for one in sums[k]
+        sum_places = {SUMS: places["accumulators"], FACTORS: places["factors"]}
+        run_places["gradients"] = tuple(
+            PlacedSum(gradient_sum, tuple(itertools.islice(sum_places[gradient_sum.group], len(gradient_sum.leaves))))
+            for gradient_sum in sums[k]
         )
         stash, pop = skips(signature.stash), skips(signature.pop)
-        runs.append(LayerRun(k, longest, stash, pop, **of_run))
+        runs.append(LayerRun(k, longest, stash, pop, **run_places))
     # The loss's stash comes after those of the layers.
     return StageProgram(tuple(runs), groups.stages_of[p], tuple(places["input_stash"]))

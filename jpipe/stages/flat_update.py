@@ -47,12 +47,12 @@ class FlatUpdate:
         """
         variables = self.update.inputs[: len(self.parameters)]
         shape_of = {p: v.aval.shape for p, v in zip(self.parameters, variables)}
-        found: list[str | None] = []
+        owners: list[str | None] = []
         for path, aval in zip(self.state, self.state_avals, strict=True):
             owner = next((p for p in shape_of if path.endswith(p)), None)
             fits = owner is not None and shape_of[owner] == tuple(aval.shape)
-            found.append(owner if fits else None)
-        return found
+            owners.append(owner if fits else None)
+        return owners
 
     def expressions(self, numbers: dict, state_names: Mapping[str, Any]) -> dict[str, tuple]:
         """Canonical ids of the expressions for each updated weight and each state leaf.
@@ -285,13 +285,16 @@ def with_sums(update: Equations, sums: Sequence[GradientSum]) -> Equations:
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in update.inputs]
     number = len(sums)
     weights, formed = avals[:number], avals[number : 2 * number]
-    kept = [one.avals(aval) for one, aval in zip(sums, formed, strict=True)]
+    kept = [gradient_sum.avals(aval) for gradient_sum, aval in zip(sums, formed, strict=True)]
     if kept == [[aval] for aval in formed]:
         return update
 
     def from_sums(*args: jax.Array) -> list:
         left = iter(args[number:])
-        gradients = [one.gradient([next(left) for _ in leaves], aval) for one, leaves, aval in zip(sums, kept, formed)]
+        gradients = [
+            gradient_sum.gradient([next(left) for _ in leaves], aval)
+            for gradient_sum, leaves, aval in zip(sums, kept, formed)
+        ]
         return update(*args[:number], *gradients, *left)
 
     read = itertools.chain(*kept)
@@ -310,11 +313,13 @@ def check_layers_apart(whole: FlatUpdate, on_stages: Sequence[FlatUpdate]) -> No
     different: set[str] = set()
     while True:
         expected = whole.expressions(numbers, {p: (p, "whole") for p in different})
-        of_stages = [flat.expressions(numbers, {p: (p, s) for p in different}) for s, flat in enumerate(on_stages)]
+        stage_expressions = [
+            flat.expressions(numbers, {p: (p, s) for p in different}) for s, flat in enumerate(on_stages)
+        ]
         wrong = [
             (s, path)
-            for s, of_stage in enumerate(of_stages)
-            for path, number in of_stage.items()
+            for s, expressions in enumerate(stage_expressions)
+            for path, number in expressions.items()
             if expected.get(path) != number
         ]
         if {path for _, path in wrong} <= different:

@@ -39,21 +39,21 @@ def gradient_groups(updates: Sequence[StageUpdate], arrays: Mapping[str, jax.Sha
       updates: of the stages, and of the parts of vocabulary layers.
       arrays: the packed gradients.
     """
-    found: dict[tuple, tuple[Place, list[list[int]]]] = {}
+    starts_by_group: dict[tuple, tuple[Place, list[list[int]]]] = {}
     for u, update in enumerate(updates):
         for placed, row in update.gradients:
             (place,) = placed.places
             key = place.array, place.shape
-            _, starts = found.setdefault(key, (place, [[] for _ in updates]))
+            _, starts = starts_by_group.setdefault(key, (place, [[] for _ in updates]))
             starts[u].append(int(place.start(row)))
     return [
         GradientGroup(
             f"{array} {list(shape)}",
             place,
             jax.ShapeDtypeStruct(shape, arrays[array].dtype),
-            tuple(np.array(of_update, np.int32) for of_update in starts),
+            tuple(np.array(update_starts, np.int32) for update_starts in starts),
         )
-        for (array, shape), (place, starts) in found.items()
+        for (array, shape), (place, starts) in starts_by_group.items()
     ]
 
 

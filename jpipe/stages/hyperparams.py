@@ -74,12 +74,12 @@ def first_values(optimizer: optax.GradientTransformation, parameters: Any) -> Ma
         return jax.tree.leaves(optimizer.init(tree.unflatten(leaves)))
 
     program = Equations.trace(init, *leaves)
-    found = {}
+    values = {}
     for path in wanted:
         output = [program.outputs[paths.index(path)]]
-        of_one = program.slice(program.inputs, output)
-        if any(contains(of_one.read(), v) for v in program.inputs):
+        hyperparam_program = program.slice(program.inputs, output)
+        if any(contains(hyperparam_program.read(), v) for v in program.inputs):
             continue  # it depends on the weights
-        (value,) = of_one.slice((), output)()
-        found[path] = np.asarray(value)
-    return found
+        (value,) = hyperparam_program.slice((), output)()
+        values[path] = np.asarray(value)
+    return values

@@ -115,7 +115,7 @@ def _pack_skips(
     codecs: Mapping[str, Sequence[LeafCodec]], gradient: bool
 ) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
     """One message of all skips, and skip -> places of what is sent of its leaves."""
-    wires = {name: _wires(of_skip, gradient) for name, of_skip in codecs.items()}
+    wires = {name: _wires(skip_codecs, gradient) for name, skip_codecs in codecs.items()}
     packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
     places = iter(packing.places[0])
     return packing, {name: tuple(itertools.islice(places, len(leaves))) for name, leaves in wires.items()}

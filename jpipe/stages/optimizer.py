@@ -95,14 +95,14 @@ class StageUpdates:
         return self.by_operation[UPDATE]
 
     @property
-    def of_all(self) -> list[StageUpdate]:
+    def distinct(self) -> list[StageUpdate]:
         """The distinct updates of stages, then those of units."""
         return [*itertools.chain(*self.by_operation.values())]
 
     @property
     def owner_updates(self) -> list[StageUpdate]:
         """The update of each of `Stages.owners`."""
-        return [*(self.programs[u] for u in self.program_of_stage), *self.of_all[len(self.programs) :]]
+        return [*(self.programs[u] for u in self.program_of_stage), *self.distinct[len(self.programs) :]]
 
     @property
     def together(self) -> list[str]:
@@ -165,8 +165,8 @@ def _leaf_copies(stages: Stages, owner: int) -> tuple[tuple[_Placed, ...], ...]:
     copies = {leaf: [place] for leaf, place in places.items()}
     for first, *others in stages.ties:
         # Tied weights of a unit have one place.
-        found = [places[leaf] for leaf in others if leaf in places and places[leaf] != places.get(first)]
-        copies.setdefault(first, []).extend(found)
+        other_places = [places[leaf] for leaf in others if leaf in places and places[leaf] != places.get(first)]
+        copies.setdefault(first, []).extend(other_places)
         for leaf in others:
             copies.pop(leaf, None)
     return tuple(tuple(copies[leaf]) for leaf in places if leaf in copies)
@@ -214,13 +214,13 @@ def _largest_owners(owners: Sequence[str | None], avals: Sequence[jax.ShapeDtype
     for owner, aval in zip(owners, avals, strict=True):
         if owner is not None:
             sizes[owner] += num_bytes([aval])
-    wanted, found, total = share * sum(sizes.values()), set(), 0
+    wanted, largest, total = share * sum(sizes.values()), set(), 0
     for owner, size in sizes.most_common():
         if total >= wanted:
             break
-        found.add(owner)
+        largest.add(owner)
         total += size
-    return found
+    return largest
 
 
 # -- All stages
@@ -277,7 +277,7 @@ def _draft(
     tree = seen_by_optimizer(stages, stages.owners[owner], [layer.parameters for layer in stages.layers])
     flat_hooks = {name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()}
     placed = _leaf_copies(stages, owner)
-    copies = tuple(tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed)
+    copies = tuple(tuple((copy.parameter, copy.row) for copy in leaf_copies) for leaf_copies in placed)
     gradients = tuple((first.gradient, first.row) for first, *_ in placed)
     equations = with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients])
     parted = [stages.vocabulary.parted.get(first.parameter) for first, *_ in placed]
@@ -336,8 +336,8 @@ def _in_parts(draft: _UpdateDraft, state: Sequence[Place], devices: Sequence[int
         )
         for part in equations.parts(common)
     ]
-    of_all = [inputs[i] for i in common if i < len(inputs)]
-    return PackedDraft(parts, of_all, state, draft.replicas, devices)
+    common_inputs = [inputs[i] for i in common if i < len(inputs)]
+    return PackedDraft(parts, common_inputs, state, draft.replicas, devices)
 
 
 def _in_blocks(
@@ -433,13 +433,13 @@ def make_updates(
     if one_row and stages.vectors.whole and not whole.reads_stale:
         sizes = _sizes_of_vectors(stages, whole_state)
     updates_of = functools.partial(_stage_updates, vectors=stages.vectors, axis_sizes=axis_sizes or {})
-    of_stages, packing = updates_of([*drafts.values()], whole_state, devices_of, sizes=sizes)
-    by_operation, packings = {UPDATE: of_stages}, []
+    stage_updates, packing = updates_of([*drafts.values()], whole_state, devices_of, sizes=sizes)
+    by_operation, packings = {UPDATE: stage_updates}, []
     for owner, unit in enumerate(units, stages.num_stages):
         draft = _draft(stages, owner, optimizer, flats[owner], hooks or {}, alone)
         state = Packing.of([_state_of_parts(flats[owner], draft)]).named(unit.name)
-        by_operation[unit.update], of_unit = updates_of([draft], state, [[0]])
-        packings.append(of_unit)
+        by_operation[unit.update], unit_packing = updates_of([draft], state, [[0]])
+        packings.append(unit_packing)
     return StageUpdates(by_operation, program_of_stage, packing.beside(packings), norm_dtype, whole.reads_stale)
 
 
@@ -474,17 +474,17 @@ def _stage_updates(
       sizes: of vectors that are changed at once, see `_sizes_of_vectors`.
     """
     in_parts = [
-        _in_parts(draft, places, of_draft)
-        for draft, places, of_draft in zip(drafts, state.places, devices, strict=True)
+        _in_parts(draft, places, copy_devices)
+        for draft, places, copy_devices in zip(drafts, state.places, devices, strict=True)
     ]
     grouped, packing = group_updates(_in_blocks(in_parts, vectors, sizes), state, axis_sizes, vectors.weights)
-    return [_stage_update(draft, of_draft) for draft, of_draft in zip(drafts, grouped, strict=True)], packing
+    return [_stage_update(draft, groups) for draft, groups in zip(drafts, grouped, strict=True)], packing
 
 
 def _stage_update(draft: _UpdateDraft, grouped: Grouped) -> StageUpdate:
     pieces = [
-        [dataclasses.replace(piece, parted=leaf) for piece in of_leaf]
-        for of_leaf, leaf in zip(grouped.pieces, draft.parted_state, strict=True)
+        [dataclasses.replace(piece, parted=leaf) for piece in leaf_pieces]
+        for leaf_pieces, leaf in zip(grouped.pieces, draft.parted_state, strict=True)
     ]
     return StageUpdate(
         grouped.groups,

@@ -196,13 +196,13 @@ class WholeLeaves:
     def stacked(self, leaves: Sequence[jax.Array]) -> jax.Array:
         numbers = self.leaf_of_share
         nothing = jnp.zeros_like(leaves[0])
-        of_shares = [nothing if n is None else leaves[n] for n in numbers]
-        return jnp.stack(of_shares).reshape(*self.replicas, *nothing.shape)
+        by_share = [nothing if n is None else leaves[n] for n in numbers]
+        return jnp.stack(by_share).reshape(*self.replicas, *nothing.shape)
 
     def leaves(self, stacked: jax.Array) -> list[jax.Array]:
         P = self.replicas.number
-        of_shares = stacked.reshape(P, *stacked.shape[2:])
-        return [of_shares[(self.first + n) % P] for n in range(self.num_leaves)]
+        by_share = stacked.reshape(P, *stacked.shape[2:])
+        return [by_share[(self.first + n) % P] for n in range(self.num_leaves)]
 
     def to_share(self, part: jax.Array) -> jax.Array:
         return part

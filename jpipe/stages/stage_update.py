@@ -133,10 +133,10 @@ def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
     )
 
 
-def _joined_slots(of_members: Sequence[Sequence[LeafSlots]]) -> list[LeafSlots]:
+def _joined_slots(slots_of_members: Sequence[Sequence[LeafSlots]]) -> list[LeafSlots]:
     """Each input or output with the turns of all members."""
     joined = []
-    for slots in zip(*of_members, strict=True):
+    for slots in zip(*slots_of_members, strict=True):
         copies = [
             (copy[0][0], np.concatenate([starts for _, starts in copy]))
             for copy in zip(*(s.copies for s in slots), strict=True)

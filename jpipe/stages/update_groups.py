@@ -244,8 +244,8 @@ def _whole_leaves(
 
 def _state_of(part: PackedPart) -> list[PackedLeaf]:
     """The leaves of the optimizer's state that a part reads or writes, each once."""
-    found = {_key(leaf): leaf for leaf in part.leaves if leaf.arrays == STATE}
-    return list(found.values())
+    leaves = {_key(leaf): leaf for leaf in part.leaves if leaf.arrays == STATE}
+    return list(leaves.values())
 
 
 def _key(leaf: PackedLeaf) -> tuple[str, int]:
@@ -308,9 +308,9 @@ class _SharedState:
 
     def place(self, places: Sequence[Sequence[Place]]) -> None:
         """Takes the places of the leaves of `owners`."""
-        for k, of_share in enumerate(places):
+        for k, share_places in enumerate(places):
             keys = [slot.key for slot in self._slots if slot.is_of(k)]
-            self._places.append(dict(zip(keys, of_share, strict=True)))
+            self._places.append(dict(zip(keys, share_places, strict=True)))
 
     def slots(self, leaves: Sequence[Sequence[PackedLeaf]], division: Division | None) -> LeafSlots:
         """Where the turns of a group have one leaf of state; `leaves[t][n]` is leaf n of turn t."""
@@ -319,12 +319,12 @@ class _SharedState:
             numbers = [division.leaf_of(k) for k in shares]
         else:  # all shares have it at one place
             shares, numbers = range(1), [0]
-        found: list[list[Place | None]] = [
-            [None if n is None else self._places[k][_key(of_turn[n])] for k, n in zip(shares, numbers)]
-            for of_turn in leaves
+        places: list[list[Place | None]] = [
+            [None if n is None else self._places[k][_key(turn_leaves[n])] for k, n in zip(shares, numbers)]
+            for turn_leaves in leaves
         ]
-        starts = [[0 if p is None else int(p.start()) for p in row] for row in found]
-        place = next(p for p in found[0] if p is not None)
+        starts = [[0 if p is None else int(p.start()) for p in row] for row in places]
+        place = next(p for p in places[0] if p is not None)
         return LeafSlots(STATE, [(place, np.array(starts, np.int32))])
 
     def pieces(self) -> list[list[Piece]]:
@@ -335,15 +335,15 @@ class _SharedState:
         """The slots that have numbers of a leaf."""
         start = int(place.start())
         first = bisect.bisect_right(self._ordered, (place.array, start), key=lambda slot: slot.key)
-        found = []
+        slots = []
         for slot in self._ordered[max(first - 1, 0) :]:
             array, slot_start = slot.key
             if (array, slot_start) >= (place.array, start + place.block[0]):
                 break
             size = math.prod(slot.shape) if place.flat else 1
             if array == place.array and slot_start + size > start:
-                found.append(slot)
-        return found
+                slots.append(slot)
+        return slots
 
     def _pieces_of(self, leaf: Place) -> list[Piece]:
         return [
@@ -409,15 +409,15 @@ def _slot(
 def _group(turns: _Turns, shared: _SharedState | None) -> UpdateGroup:
     """The group of some turns; `shared` has the places of the state, if it is shared."""
 
-    def slots(of_parts: Sequence[Sequence[Sequence[PackedLeaf]]]) -> list[LeafSlots]:
-        """`of_parts[t][n]` are the leaves of part n of turn t."""
+    def slots(parts_of_turns: Sequence[Sequence[Sequence[PackedLeaf]]]) -> list[LeafSlots]:
+        """`parts_of_turns[t][n]` are the leaves of part n of turn t."""
         return [
             _slots(
-                [[part[j] for part in turn] for turn in of_parts],
+                [[part[j] for part in turn] for turn in parts_of_turns],
                 shared,
                 turns.division,
             )
-            for j in range(len(of_parts[0][0]))
+            for j in range(len(parts_of_turns[0][0]))
         ]
 
     inputs = slots([[part.inputs for part in turn] for turn in turns.turns])
@@ -437,6 +437,6 @@ def _slots(
         return shared.slots(leaves, division)
     copies = []
     for c, (place, _) in enumerate(first.copies):
-        starts = [[leaf.starts()[c] for leaf in of_turn] for of_turn in leaves]
+        starts = [[leaf.starts()[c] for leaf in turn_leaves] for turn_leaves in leaves]
         copies.append((place, np.array(starts, np.int32)))
     return LeafSlots(first.arrays, copies, first.parted)

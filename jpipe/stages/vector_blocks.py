@@ -159,10 +159,10 @@ def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int |
       vector: the vector.
       sizes: as `whole` of `in_blocks`.
     """
-    found = {sizes.get(array) for array in vector.arrays()}
+    common_sizes = {sizes.get(array) for array in vector.arrays()}
     first = all(i == 0 for leaf in vector.first.leaves for i in leaf.starts())
-    size = found.pop()
-    if found or size is None or not first or size > _MOST_PADDED * vector.size:
+    size = common_sizes.pop()
+    if common_sizes or size is None or not first or size > _MOST_PADDED * vector.size:
         return None
     return size
 

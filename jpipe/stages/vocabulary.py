@@ -209,15 +209,15 @@ class Vocabulary:
 
     def together(self, num_stages: int) -> dict[str, Follows]:
         """The operations that all devices run together, and what each follows."""
-        found = {}
+        followed = {}
         if self.embedding is not None:
-            found["embed"] = Follows("forward", 0)
-            found["embed_backward"] = Follows("backward", 0)
+            followed["embed"] = Follows("forward", 0)
+            followed["embed_backward"] = Follows("backward", 0)
         if self.head is not None:
-            found["head"] = Follows("forward", num_stages - 1)
+            followed["head"] = Follows("forward", num_stages - 1)
         for unit in self.units:
-            found[unit.update] = Follows("update", unit.home)
-        return found
+            followed[unit.update] = Follows("update", unit.home)
+        return followed
 
     @functools.cached_property
     def parted(self) -> dict[Place, PartedLeaf]:
@@ -306,22 +306,22 @@ def find(
     layers = traced.layers
     if num_parts == 1:
         return NO_VOCABULARY
-    found: dict[int, VocabularyLayer] = {}
+    split_layers: dict[int, VocabularyLayer] = {}
     for i, layer in enumerate(layers):
         leaves = _parted(layer, i, num_parts, axis_rules, traced.values.sizes)
         if not any(leaf.is_split for leaf in leaves):
             continue
         _check_layer(layer, i, len(layers), leaves)
-        found[i] = VocabularyLayer(i, layer, leaves, compute_dtype, key_impl)
-    if not found:
+        split_layers[i] = VocabularyLayer(i, layer, leaves, compute_dtype, key_impl)
+    if not split_layers:
         return NO_VOCABULARY
     if traced.splits:
         raise vocabulary.VocabularyError(
-            f'layer {min(found)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave '
+            f'layer {min(split_layers)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave '
             "`strategy` "
             "out, or leave the axis out of the parameter's partition."
         )
-    units = tuple(_units(found, ties, num_stages))
+    units = tuple(_units(split_layers, ties, num_stages))
     placed = {layer.index: layer for unit in units for layer in unit.layers}
     embedding, head = placed.get(0), placed.get(len(layers) - 1)
     head_inputs: Any = None
@@ -330,7 +330,7 @@ def find(
         head_inputs, head_reads = _inputs_of_last(traced)
     if traced.reported:
         inputs_of = {0: microbatch["inputs"], len(layers) - 1: head_inputs}
-        for i, split in found.items():
+        for i, split in split_layers.items():
             _check_no_report(split, inputs_of[i], traced.reported)
     return Vocabulary(
         embedding,
@@ -368,8 +368,8 @@ def _parted(
         dim = dims[0] if dims else 0
         result.append(PartedLeaf(aval, dim, bool(dims), num_parts))
     parts = tree.unflatten([leaf.part if leaf.aval.shape else leaf.aval for leaf in result])
-    of_parts = dataclasses.replace(layer, parameters=parts)
-    inner = parameter_specs(of_parts, index, sizes, rules)
+    layer_of_parts = dataclasses.replace(layer, parameters=parts)
+    inner = parameter_specs(layer_of_parts, index, sizes, rules)
     return tuple(leaf._replace(spec=spec) for leaf, spec in zip(result, inner, strict=True))
 
 
@@ -411,23 +411,21 @@ def _check_layer(layer: Layer, index: int, num_layers: int, leaves: Sequence[Par
             )
 
 
-def _check_no_report(found: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]) -> None:
+def _check_no_report(split_layer: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]) -> None:
     """Raises `ValueError` if a vocabulary layer reports: each device would report what its part gives."""
     layer, key = (
-        found.layer,
-        jax.eval_shape(lambda: jax.random.key(0, impl=found.key_impl)),
+        split_layer.layer,
+        jax.eval_shape(lambda: jax.random.key(0, impl=split_layer.key_impl)),
     )
-    if found.index > 0:
+    if split_layer.index > 0:
         inputs, _ = inputs
-    run = run_layer(layer, found.compute_dtype)
+    run = run_layer(layer, split_layer.compute_dtype)
     *_, names = jax.eval_shape(run, layer.parameters, layer.state, key, (inputs,))
     if names := sorted(set(names) & set(reported)):
         raise vocabulary.VocabularyError(
-            f'layer {found.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each device '
-            "has a "
-            "part of its parameters only. Report in a layer between the first and the last, or leave the axis out of "
-            "the "
-            "parameter's partition."
+            f'layer {split_layer.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each '
+            "device has a part of its parameters only. Report in a layer between the first and the last, or leave the "
+            "axis out of the parameter's partition."
         )
 
 
@@ -452,37 +450,40 @@ def _output_dtype(layers: Sequence[Layer], compute_dtype: Any) -> Any:
 
 
 def _units(
-    found: Mapping[int, VocabularyLayer],
+    split_layers: Mapping[int, VocabularyLayer],
     ties: Sequence[Sequence[tuple[int, int]]],
     num_stages: int,
 ) -> Iterable[Unit]:
     """The units of vocabulary layers: tied layers are one unit."""
     owner_of: dict[tuple[int, int], tuple[int, int]] = {}
     for tie in ties:
-        inside = [(i, j) for i, j in tie if i in found]
+        inside = [(i, j) for i, j in tie if i in split_layers]
         if not inside:
             continue
-        ways = {(found[i].leaves[j].is_split, found[i].leaves[j].dim) for i, j in inside}
+        ways = {(split_layers[i].leaves[j].is_split, split_layers[i].leaves[j].dim) for i, j in inside}
         if len(inside) < len(tie) or len(ways) > 1:
             raise vocabulary.VocabularyError(
                 f"tied parameters of layers {', '.join(str(i) for i, _ in tie)} must all be split over the axis "
                 f'"{STAGE}", along one dim, or none of them. Name the axis in the same way in each.'
             )
         owner_of |= dict.fromkeys(inside, inside[0])
-    tied = any(len({i for i, _ in tie if i in found}) > 1 for tie in ties)
-    numbers = sorted(found)
+    tied = any(len({i for i, _ in tie if i in split_layers}) > 1 for tie in ties)
+    numbers = sorted(split_layers)
     groups = [numbers] if tied else [[i] for i in numbers]
     for group in groups:
         is_embedding = group[0] == 0
         name = EMBEDDING if is_embedding else HEAD
-        owners = [(i, j) for i in group for j in range(len(found[i].leaves)) if owner_of.get((i, j), (i, j)) == (i, j)]
-        leaves = [found[i].leaves[j] for i, j in owners]
+        owners = [
+            (i, j) for i in group for j in range(len(split_layers[i].leaves)) if owner_of.get((i, j), (i, j)) == (i, j)
+        ]
+        leaves = [split_layers[i].leaves[j] for i, j in owners]
         packing = Packing.of([[Leaf(leaf.part, spec=leaf.spec) for leaf in leaves]])
         packing = packing.named(name)
         place_of = dict(zip(owners, packing.places[0], strict=True))
         placed = [
             dataclasses.replace(
-                found[i], places=tuple(place_of[owner_of.get((i, j), (i, j))] for j in range(len(found[i].leaves)))
+                split_layers[i],
+                places=tuple(place_of[owner_of.get((i, j), (i, j))] for j in range(len(split_layers[i].leaves))),
             )
             for i in group
         ]
@@ -493,31 +494,31 @@ def _units(
 # -- Checks of the table
 
 
-def check_table(found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.ndarray]) -> None:
+def check_table(layers: Vocabulary, schedule: Schedule, delays: Mapping[str, np.ndarray]) -> None:
     """Raises `ValueError` if a table cannot run the vocabulary layers.
 
     Args:
-      found: the layers.
+      layers: the vocabulary layers.
       schedule: the table.
       delays: pass with a parameter hook -> `[S]`, its delays.
     """
-    if not found.layers:
+    if not layers.layers:
         return
     remedy = f'leave "{STAGE}" out of the parameter\'s partition'
     if schedule.has_copies:
         raise vocabulary.VocabularyError(
-            f"layer {found.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
+            f"layer {layers.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
             f"{schedule.name!r}. Choose a schedule without copies, or {remedy}."
         )
     for layer, cells, stage, words in (
-        (found.embedding, schedule.backward_ticks(), 0, "backward of the first"),
-        (found.head, schedule.forward_ticks(), -1, "forward of the last"),
+        (layers.embedding, schedule.backward_ticks(), 0, "backward of the first"),
+        (layers.head, schedule.forward_ticks(), -1, "forward of the last"),
     ):
         if layer is None or schedule.drains:
             continue
         # A gradient that is added before the update of the minibatch before would be a part of that update.
         too_early = ticks_before_update(schedule, cells, stage)
-        if too_early == 0 and layer is found.head and _is_read_later(schedule):
+        if too_early == 0 and layer is layers.head and _is_read_later(schedule):
             continue  # see `head_after_update`
         if too_early >= 0:
             raise vocabulary.VocabularyError(
@@ -525,12 +526,12 @@ def check_table(found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.n
                 f"{schedule.name!r} this stage begins the next minibatch {too_early} ticks before it has updated with "
                 f'the last one. Choose another schedule, for asynchronous ones with `ticks="unit"`, or {remedy}.'
             )
-    if found.head is None:
+    if layers.head is None:
         return
     last = schedule.by_stage(schedule.forward_versions())[:, -1]
     if (last != schedule.by_stage(schedule.backward_versions())[:, -1]).any():
         raise vocabulary.VocabularyError(
-            f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, "
+            f"the head (layer {layers.head.index}) is split over all stages, which takes its gradient in its forward, "
             "and "
             f"the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
             f"{remedy}."
@@ -538,7 +539,7 @@ def check_table(found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.n
     for name, delay in delays.items():
         if delay[-1]:
             raise vocabulary.VocabularyError(
-                f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its "
+                f"the head (layer {layers.head.index}) is split over all stages, which takes its gradient in its "
                 "forward, "
                 f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
                 f"`{name}_params`, or {remedy}."

@@ -26,7 +26,7 @@ def test_every_stage_has_rows_of_its_own(name, versions):
     used = [{"all"} | set(rng.choice(["some"], rng.integers(2))) for _ in range(S)]
     used[0] |= {"first"}
     used[-1] |= {"last"}
-    of = ArrayRows.of_versions if versions else ArrayRows.of_columns
+    of = ArrayRows.per_version if versions else ArrayRows.per_stage
     rows = of(lowered, names, used)
     for array in names:
         taken = [[] for _ in range(rows.num_devices)]
@@ -34,7 +34,7 @@ def test_every_stage_has_rows_of_its_own(name, versions):
             for d, chunk in copies:
                 own = slice(chunk, chunk + 1)
                 if versions:
-                    own = lowered.rows.of_chunk(s, d, chunk)
+                    own = lowered.rows.chunk_rows(s, d, chunk)
                 if array not in used[s]:
                     if array in rows.tables:
                         assert rows.row(array, d, own.start) == -1
@@ -53,7 +53,7 @@ def test_every_stage_has_rows_of_its_own(name, versions):
 
 def test_arrays_that_all_stages_use_have_all_rows():
     lowered = lower(interleaved(4, 4, num_chunks=2))
-    rows = ArrayRows.of_columns(lowered, ["a", "b"], [{"a"}] * 3 + [{"a", "b"}])
+    rows = ArrayRows.per_stage(lowered, ["a", "b"], [{"a"}] * 3 + [{"a", "b"}])
     assert set(rows.tables) == {"b"}
     assert (rows.number("a"), rows.number("b")) == (2, 1)
 
@@ -64,7 +64,7 @@ def test_slots_have_rows_of_their_own(name):
     schedule, ring = lowered.schedule, lowered.rings["input_stash"]
     used = [{"all", "even" if s % 2 == 0 else "odd"} for s in range(schedule.num_stages)]
     names = ["all", "even", "odd"]
-    rows = ArrayRows.of_slots(lowered, "input_stash", names, used)
+    rows = ArrayRows.per_slot(lowered, "input_stash", names, used)
     for array in names:
         slots = [set() for _ in range(rows.num_devices)]
         for c, of_column in enumerate(ring.slots):
@@ -80,5 +80,5 @@ def test_slots_have_rows_of_their_own(name):
 def test_slots_that_come_from_host_memory_have_all_arrays():
     lowered = lower(schedule_named("gpipe", 2, 4), stash_slots=3)
     used = [{"first"}, {"second"}]
-    rows = ArrayRows.of_slots(lowered, "input_stash", ["first", "second"], used)
+    rows = ArrayRows.per_slot(lowered, "input_stash", ["first", "second"], used)
     assert not rows.tables and rows.number("first") == 3

@@ -55,7 +55,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
     for r, entered in rounds:
         for d in range(table.num_devices):
             (of_device,) = scalars.rows(slice(d, d + 1))
-            values = scalars.of_device(of_device, r, started, entered, N)
+            values = scalars.with_round(of_device, r, started, entered, N)
             values = np.asarray(values)
             for t in range(table.num_ticks):
                 tick = Recorded(scalars, values[t])

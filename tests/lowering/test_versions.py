@@ -66,7 +66,7 @@ def test_rows_of_a_device_do_not_overlap(name):
             for s, copies in enumerate(lowered.copies)
             for device, chunk in copies
             if device == d
-            for i in range(rows.num_rows)[rows.of_chunk(s, d, chunk)]
+            for i in range(rows.num_rows)[rows.chunk_rows(s, d, chunk)]
         ]
         assert sorted(taken) == list(range(len(taken)))
         most = max(most, len(taken))

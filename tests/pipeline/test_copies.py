@@ -33,8 +33,8 @@ def assert_copies_equal(state, table):
                     versions = a.shape[0] // table.num_devices
                     rows = np.asarray(a).reshape(table.num_devices, versions, *a.shape[1:])
                     if group in ("parameters", "read_parameters"):
-                        left = rows[d, lowered.rows.of_chunk(s, d, chunk)]
-                        of_other = lowered.rows.of_chunk(s, other, other_chunk)
+                        left = rows[d, lowered.rows.chunk_rows(s, d, chunk)]
+                        of_other = lowered.rows.chunk_rows(s, other, other_chunk)
                         right = rows[other, of_other]
                     else:
                         left, right = rows[d, chunk], rows[other, other_chunk]

@@ -102,7 +102,7 @@ def assert_replicas_equal(state):
             assert all(other == first for other in others)
         rows = np.asarray(array).reshape(lowered.schedule.num_devices, -1, *array.shape[1:])
         for s, copies in enumerate(lowered.copies):
-            first, *others = (rows[d, lowered.rows.of_chunk(s, d, chunk)].tobytes() for d, chunk in copies)
+            first, *others = (rows[d, lowered.rows.chunk_rows(s, d, chunk)].tobytes() for d, chunk in copies)
             assert all(other == first for other in others)
 
 
