@@ -58,8 +58,8 @@ class Apply:
     Attributes:
       device: the device.
       merged: the programs.
-      position: that of the column's program, int32 `[]` if there are several.
-      scalars: of the lane.
+      position: the position of the column's program, int32 `[]` if there are several.
+      scalars: the scalars of the lane.
       now: bool `[]`, whether the column updates by this program in this tick.
       skip: bool `[]`, whether the update is skipped.
       global_norm: `[]`, norm of the gradient over all stages.
@@ -76,7 +76,7 @@ class Apply:
     scale: jax.Array | None
 
     def run(self, arrays: Record) -> Record:
-        """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
+        """Runs 0 or 1 updates, which leave gradients of zero in the column."""
         forward_delay, backward_lead = (self.scalars.delay(name).astype(jnp.float32) for name in PASSES)
         facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
         extra = [arg.value(facts) for arg in EXTRA_ARGS]
@@ -119,7 +119,7 @@ class Apply:
         )
 
     def _changes_all(self, arrays: Mapping[str, Packed]) -> bool:
-        """Whether each turn that reads a gradient reads and writes all of every array that it is in.
+        """Returns whether each turn that reads a gradient reads and writes all of every array that it is in.
 
         Args:
           arrays: packed arrays by their names in `LeafSlots`.
@@ -147,14 +147,14 @@ class Apply:
         return first, first + number
 
     def _emptied(self, gradients: Packed, updated: dict[str, Packed] | None, num_done: jax.Array) -> Packed:
-        """Gradients whose column is zero if any turn is done.
+        """Sets the gradients of the column to zero if any turn is done.
 
         Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
         earlier, the gradients would have to be copied.
 
         Args:
           gradients: packed gradients.
-          updated: what all turns have updated; None: the turns need no barrier.
+          updated: the results of all turns; None: the turns need no barrier.
           num_done: int32 `[]`, turns that are done.
         """
         row = self.scalars.chunk
@@ -186,7 +186,7 @@ class _Turn(NamedTuple):
 
     Attributes:
       update: the update.
-      rank: of this device among the replicas that share the update; None if none do.
+      rank: the rank of this device among the replicas that share the update; None if none do.
       read: packed gradients, and factors of gradients, by their names in `LeafSlots`.
       changes_all: see `Apply`. XLA for GPUs then makes one kernel of the turn and of emptying the gradients, in place.
     """
@@ -203,7 +203,7 @@ class _Turn(NamedTuple):
         i: jax.Array | int,
         state: tuple[dict[str, Packed], jax.Array],
     ) -> tuple[dict[str, Packed], jax.Array]:
-        """Turn i of a group; `state` has the updated arrays and the number of turns done."""
+        """Runs turn i of a group; `state` has the updated arrays and the number of turns done."""
         updated, num_done = state
         kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
         outputs = [group.outputs[j] for j in kept]
@@ -239,7 +239,7 @@ class _Turn(NamedTuple):
         updated: dict[str, Packed],
         value: jax.Array,
     ) -> jax.Array:
-        """An output of turn i, but for the numbers that it keeps: see `UpdateGroup.kept`."""
+        """An output of turn i, with the old numbers where it keeps them: see `UpdateGroup.kept`."""
         lead = self._lead(slots, self.update.scalars.row)
         (old,) = read_turn(updated[slots.arrays], slots, i, lead)
         at_start, at_end = jnp.asarray(kept)[i]
@@ -254,7 +254,7 @@ class _Turn(NamedTuple):
         division: Division | None,
         updated: dict[str, Packed],
     ) -> jax.Array:
-        """What turn i works on: a leaf, or this replica's share, as it was before the update."""
+        """The value that turn i works on: a leaf, or this replica's share, as it was before the update."""
         scalars, name, row = self.update.scalars, slots.arrays, "previous_row"
         if name == STALE_PARAMS:
             name, row = "parameters", "stale_row"
@@ -270,11 +270,11 @@ class _Turn(NamedTuple):
         return share_of(division, leaves, self.rank)
 
     def whole(self, slots: LeafSlots, value: jax.Array) -> jax.Array:
-        """What the update takes of a loaded leaf: of a part, the whole."""
+        """The value that the update takes for a loaded leaf: the whole leaf, if the leaf is a part."""
         return value if slots.parted is None else whole_of(slots.parted, value)
 
     def part(self, slots: LeafSlots, value: jax.Array) -> jax.Array:
-        """What is stored of a leaf that the update gives: see `whole`."""
+        """The value to store for a leaf that the update gives: see `whole`."""
         if slots.parted is None:
             return value
         return part_of(self.update.device, slots.parted, value)
@@ -287,7 +287,7 @@ class _Turn(NamedTuple):
         updated: dict[str, Packed],
         value: jax.Array,
     ) -> Packed:
-        """The packed arrays with what turn i has computed; weights go to all replicas along "data"."""
+        """Writes the results of turn i into the packed arrays. Weights go to all replicas along "data"."""
         arrays, lead = (
             updated[slots.arrays],
             self._lead(slots, self.update.scalars.row),
@@ -304,7 +304,7 @@ class _Turn(NamedTuple):
         return write_turn(arrays, slots, i, lead, leaves)
 
     def _keeps(self, division: Division | None) -> jax.Array:
-        """Whether the turn leaves everything as it is: it is skipped, or the replica has no leaf of it."""
+        """Returns whether the turn changes nothing: it is skipped, or the replica has no leaf of it."""
         keeps = self.update.skip
         if isinstance(division, WholeLeaves) and None in division.leaf_of_share:
             assert self.rank is not None
@@ -339,7 +339,7 @@ class _Turn(NamedTuple):
 
 
 def _emptied_by_rows(gradients: Packed, lead: Callable[[str], Sequence], now: Mapping[str, jax.Array]) -> Packed:
-    """Gradients whose column at `lead` is zero where `now` says so; row by row, so that they stay in place."""
+    """Sets the column at `lead` to zero where `now` says so. It works row by row, so that the arrays stay in place."""
 
     def emptied(name: str, array: jax.Array) -> jax.Array:
         (column,) = lead(name)

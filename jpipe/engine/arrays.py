@@ -20,7 +20,7 @@ class TickStash(dict[tuple[Place, Any], jax.Array]):
 
 
 class TickArrays:
-    """All arrays of one device that outlive a tick: the loop state of the scan over ticks.
+    """The arrays of one device that outlive a tick: the loop state of the scan over ticks.
 
     An array is an attribute. A record may hold only some of the arrays, and an access to another
     one raises.
@@ -28,13 +28,13 @@ class TickArrays:
     Letters: V weight versions, R columns per device, K slots of a ring, N microbatches.
 
     Attributes:
-      aux: sums over finished microbatches of what the loss returns beside its value, `[1, ...]`
+      aux: sums over finished microbatches of the values that the loss returns beside its value, `[1, ...]`
         each.
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
       count: int32 `[1]`, finished microbatches.
       embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
-      embedded_gradient: the gradient by those of them that have one.
-      gradient_compression: "error", packed like `gradients`, what this replica has not sent yet; and "states",
+      embedded_gradient: the gradients by the outputs in `embedded` that have one.
+      gradient_compression: "error", packed like `gradients`: the part that this replica has not sent yet; and "states",
         group of gradients -> state of the compressor for each, `[R, n, ...]`. Empty without compression.
       gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
       gradients: packed gradient accumulators, `[R, ...]`.
@@ -46,26 +46,26 @@ class TickArrays:
       input_stash: packed values that a backward needs of its forward, `[K, ...]`.
       loss: `[1]`, sum of the losses of finished microbatches.
       loss_scale: the arrays of `LossScale`, `[1]` each.
-      message_compression: what the compressors of messages keep, by `jpipe.stages.codecs.state_key`, `[R, ...]`;
+      message_compression: the states of the compressors of messages, by `jpipe.stages.codecs.state_key`, `[R, ...]`;
         empty without compression.
       minibatch_weights: the weights of the minibatches whose loss still has a gradient to take, `[num_weights]`.
       mutable_state: packed mutable state of the layers, `[R, ...]`.
       optimizer_state: packed optimizer state, `[R, ...]`.
       outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
       parameters: packed weights, `[V, R, ...]`.
-      op_count: int32 `[]`, how many operations have run. A value that reads it waits for all
+      op_count: int32 `[]`, number of operations that have run. A value that reads it waits for all
         operations of a tick.
       read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like
         `parameters`.
       received: channel -> the message that has arrived and is not in an inbox yet.
       sent_activations: output of a forward -> its packed message; keys are positions in
         `Lowered.outgoing`.
-      sent_gradients: the same for backwards.
+      sent_gradients: output of a backward -> its packed message; keys as of `sent_activations`.
       skipped: int32 `[R]`, skipped updates of each column.
       split_residuals: packed values that a weight gradient needs of its backward, `[K, ...]`.
       squared_norm: `[K, R]`, squared gradient norm of each column, that of version v in row v modulo K.
       staged: stash -> one slot on its way to host memory, `[1, ...]`, packed like the stash.
-      statistics: of the microbatches of a minibatch, which move `mutable_state` at its end, packed like
+      statistics: sums over the microbatches of a minibatch, which move `mutable_state` at its end, packed like
         it.
       weight_stash: packed values that a weight gradient needs of its forward, `[K, ...]`.
     """
@@ -142,11 +142,11 @@ _FIELDS = tuple(TickArrays.__annotations__)
 
 
 class Written(TickArrays):
-    """The arrays that an operation writes; it returns a record of the same arrays."""
+    """The arrays that an operation writes. The operation returns a record of the same arrays."""
 
 
 class ReadOnly(TickArrays):
-    """All other arrays: an operation reads them and cannot return them."""
+    """The other arrays. An operation reads them and cannot return them."""
 
 
 def _flatten(arrays: TickArrays) -> tuple[list, tuple]:

@@ -1,4 +1,4 @@
-"""What every public call does, whatever its arguments."""
+"""The frame of every public call: the user's mesh, the watchdog, and checks of the state."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 def public(
     name: str, together: Callable[..., bool] = lambda *_, **__: False
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a call of the function is a long phase, as of `watched`, outside of the user's mesh."""
+    """A decorator: a call of the function is a long phase outside of the user's mesh. See `watched`."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         return watched(name, together)(outside_mesh(function))
@@ -57,7 +57,7 @@ def outside_mesh(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _placed(a: Any, sharding: NamedSharding) -> Any:
-    """An array with a sharding; anything else, and what this process cannot copy, as it is."""
+    """An array with a sharding. Other values, and arrays that this process cannot copy, stay as they are."""
     if not isinstance(a, jax.Array):
         return a
     reachable = a.is_fully_addressable and sharding.is_fully_addressable
@@ -72,7 +72,7 @@ def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
     Args:
       function: the function.
       devices: an array of the devices that it runs on. On CPUs few calls are in flight, see `jpipe._util.in_flight`.
-      *args: of the function.
+      *args: the arguments of the function.
     """
     in_flight.wait(devices)
     outputs: Any = function(*args)
@@ -82,7 +82,7 @@ def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
 
 
 def check_state(state: Any) -> None:
-    """Refuses what is not a training state, one whose arrays were changed, or were donated."""
+    """Raises for a value that is no training state, and for a state with changed or donated arrays."""
     if not isinstance(state, PipelineState):
         raise ValueError(f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}.")
     expected = getattr(state.program, "abstract_state", state)

@@ -1,4 +1,4 @@
-"""How mutable state moves after a minibatch, by the statistics that its forwards have kept."""
+"""Moves of mutable state after a minibatch, by the statistics that its forwards have kept."""
 
 import functools
 
@@ -16,22 +16,22 @@ from jpipe.stages.cut import LayerRun
 
 
 def _updates_of(stage: TrainingStage) -> list[StateUpdate]:
-    """How training moves the mutable state of each run of the program."""
+    """The `StateUpdate` of each run of the program."""
     return [stage.stages.mutable[run.kind] for run in stage.program.runs]
 
 
 def has_statistics(stage: TrainingStage) -> bool:
-    """Whether forwards of the program keep statistics."""
+    """Returns whether forwards of the program keep statistics."""
     return any(update.statistics for update in _updates_of(stage))
 
 
 def has_sequences(stage: TrainingStage) -> bool:
-    """Whether every forward of the program moves mutable state."""
+    """Returns whether every forward of the program moves mutable state."""
     return any(update.sequence for update in _updates_of(stage))
 
 
 def commits_by_itself(stage: TrainingStage) -> bool:
-    """Whether the last forward of a minibatch moves mutable state. Copies of a stage do it together, in a commit."""
+    """Returns whether the last forward of a minibatch moves mutable state. Copies of a stage move it in a commit."""
     if stage.spec.schedule.has_copies:
         return False
     averaged = stage.spec.num_replicas > 1
@@ -52,7 +52,7 @@ def commit_state(stage: TrainingStage, written: Written) -> Written:
 
 
 def _committed(stage: TrainingStage, arrays: tuple, _: None) -> tuple:
-    """Mutable state and statistics after a minibatch."""
+    """Returns mutable state and statistics after a minibatch."""
     for r, run in enumerate(stage.program.runs):
         update = stage.stages.mutable[run.kind]
         if update.statistics or (stage.spec.num_replicas > 1 and update.varying):
@@ -82,7 +82,8 @@ def _commit_layer(
 ) -> tuple:
     """Moves the mutable state of layer i after a minibatch, and empties its statistics.
 
-    Statistics move running statistics. Of what microbatches have moved one after the other, replicas keep the mean.
+    Statistics move running statistics. State that microbatches have moved one after the other becomes its mean over
+    replicas.
     """
     state, statistics = arrays
     i, device = stage.runtime_index(i), stage.device

@@ -1,4 +1,4 @@
-"""The traced side of a pass: what one device knows in a pass, and in one lane of a tick."""
+"""The traced side of a pass: the values that one device knows in a pass, and in one lane of a tick."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -86,11 +86,11 @@ class Device:
         scalars: LaneScalars,
         columns: Mapping[str, Callable[[str], Sequence]],
     ) -> "StageContext":
-        """A stage program on this device; arguments as of `StageContext`."""
+        """A stage program on this device. For the arguments see `StageContext`."""
         return StageContext(self, program, scalars, columns)
 
     def random_key(self, number: Any, microbatch_number: jax.Array) -> jax.Array:
-        """The key that layer `number` draws from for a microbatch of this replica."""
+        """The random key of layer `number` for a microbatch of this replica."""
         key = jax.random.fold_in(self.key, number)
         key = jax.random.fold_in(key, microbatch_number)
         return jax.random.fold_in(key, self.replica)
@@ -100,7 +100,7 @@ class Device:
 
         Args:
           group: see `PassSpec.array_rows`.
-          row: int32 `[]`, of an array that all stages use: the position of a stage among those of the device, or the
+          row: int32 `[]`, the row in an array that all stages use: the position of a stage on the device, or the
             row of a version of its weights. If the stage does not use the array, the index is valid but belongs to
             another stage; mask the result with `uses`. Arrays of units of vocabulary layers are in no table, and have
             the row itself.
@@ -115,7 +115,7 @@ class Device:
         return lead_of
 
     def uses(self, group: str, name: str, row: jax.Array | int) -> jax.Array | bool:
-        """Whether the stage at a row uses an array of a group: see `lead`."""
+        """Returns whether the stage at a row uses an array of a group: see `lead`."""
         table = self.spec.array_rows[group].tables.get(name)
         return True if table is None else jnp.asarray(table)[self.position, row] >= 0
 
@@ -166,7 +166,7 @@ class StageContext:
     Attributes:
       device: the device.
       program: the program, static. It runs on one of `program.stages`.
-      scalars: of the lane: which stage, microbatch, version and slots.
+      scalars: the scalars of the lane: its stage, microbatch, version and slots.
       columns: group -> the leading indices of the stage's column, read before the branch that the stage runs in;
         without an entry they are read where they are needed. See `runtime_index`.
     """
@@ -201,11 +201,11 @@ class StageContext:
 
     @property
     def joins(self) -> bool:
-        """Whether a layer writes its values at once: see `jpipe.packing.write_all`."""
+        """True if a layer writes its values at once: see `jpipe.packing.write_all`."""
         return self.spec.lowered.target.joins_writes
 
     def runtime_index(self, i: jax.Array | int) -> jax.Array | int:
-        """`i`, as an index of an array that is read there and then written there.
+        """`i`, as an index of an array that is read and then written there.
 
         XLA for GPUs reads and writes in one kernel if both have one and the same index. It computes
         an index once per use, except for those that a branch gets from outside. At a constant index

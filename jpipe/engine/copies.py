@@ -32,7 +32,7 @@ class _RowRange(NamedTuple):
 
 
 def _rows(places: Iterable[tuple[Place, int]]) -> list[_RowRange]:
-    """The rows of leaves, as few blocks.
+    """The rows of leaves, in as few blocks as possible.
 
     Example:
       >>> place = Place("float32", base=2, stride=3, count=2, shape=(3,), flat=True)
@@ -51,13 +51,13 @@ def _rows(places: Iterable[tuple[Place, int]]) -> list[_RowRange]:
 
 
 def sum_over_copies(device: TrainingDevice, scalars: TickScalars, operation: str, arrays: Packed) -> Packed:
-    """Replaces what the copies of a stage have added up by the sum over all copies.
+    """Replaces the partial sums of the copies of a stage by the sum over all copies.
 
     Args:
       device: the device. All devices call this, because the copies of different stages are on
         different ones.
-      scalars: of the tick.
-      operation: "update", and `arrays` are gradients, or "commit", and they are statistics. Stages
+      scalars: the scalars of the tick.
+      operation: "update" for gradients, or "commit" for statistics. Stages
         that do not run it in this tick exchange nothing.
       arrays: packed accumulators `[R, ...]`.
     """
@@ -88,9 +88,9 @@ def _sum(
 
     Args:
       device: the device.
-      copies: device and position of the stage on it, for every copy.
-      group: that has the rows of the arrays.
-      blocks: where the stage's accumulators are.
+      copies: device of every copy, and position of the stage on it.
+      group: the group that has the rows of the arrays.
+      blocks: the rows of the stage's accumulators.
       arrays: packed accumulators `[R, ...]`.
     """
     ring = CopyRing.of(device, copies)
@@ -122,13 +122,13 @@ def _sum(
 class CopyRing(NamedTuple):
     """The copies of one stage, which exchange by permutes (Patarasuk and Yuan, 2009).
 
-    TPUs have no collectives over groups of unequal sizes. All devices of the axis "stage" call the methods. What
-    other devices get is of no use.
+    TPUs have no collectives over groups of unequal sizes. All devices of the axis "stage" call the methods. The
+    results on other devices are of no use.
 
     Attributes:
       group: the device of each copy.
-      num_devices: along the axis "stage".
-      rank: int32 `[]`, which of the copies this device is; 0 on other devices.
+      num_devices: number of devices along the axis "stage".
+      rank: int32 `[]`, number of this device among the copies; 0 on other devices.
       chunk: int32 `[]`, position of the stage among the stages of this device; 0 on other devices.
       is_member: bool `[]`, whether this device is one of the copies.
     """
@@ -156,10 +156,10 @@ class CopyRing(NamedTuple):
         )
 
     def scatter(self, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The sum over the copies of part `rank`. Each copy sends r - 1 of r parts.
+        """Returns the sum over the copies of part `rank`. Each copy sends r - 1 of r parts.
 
         Args:
-          part: a number below r -> this part of what the device has.
+          part: number below r -> that part of the device's value.
         """
         r = len(self.group)
         total = part((self.rank - 1) % r)
@@ -168,7 +168,7 @@ class CopyRing(NamedTuple):
         return total
 
     def gather(self, part: jax.Array) -> jax.Array:
-        """`[r, ...]`, the parts of all copies. Each copy sends r - 1 of r parts."""
+        """Returns the parts of all copies, `[r, ...]`. Each copy sends r - 1 of r parts."""
         r = len(self.group)
         parts = jnp.zeros((r, *part.shape), part.dtype)
         for i in range(r):
@@ -179,14 +179,14 @@ class CopyRing(NamedTuple):
         return parts
 
     def sum(self, value: jax.Array) -> jax.Array:
-        """The sum over the copies, bit for bit the same on all of them."""
+        """Returns the sum over the copies, bit for bit the same on all of them."""
         r, size = len(self.group), value.size
         parts = jnp.pad(value.ravel(), (0, -size % r)).reshape(r, -1)
         total = self.scatter(lambda number: lax.dynamic_index_in_dim(parts, number, keepdims=False))
         return self.gather(total).ravel()[:size].reshape(value.shape)
 
     def on_members(self, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
-        """New values on the copies, and old ones on other devices."""
+        """Returns new values on the copies, and old ones on other devices."""
         return [jnp.where(self.is_member, a, b) for a, b in zip(new, old, strict=True)]
 
     def _to_next(self, value: jax.Array) -> jax.Array:

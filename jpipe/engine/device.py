@@ -12,17 +12,17 @@ A tick runs these steps, in this order:
     weight_grad stashes             -> gradients
     embed_backward                  -> gradients, on all devices
     update      gradients           -> parameters, optimizer state
-    store       staged stashes      -> host memory; what was loaded -> its slot
+    store       staged stashes      -> host memory; loaded stash -> its slot
     move        outgoing messages   -> received messages, on other devices
 
-A tick leaves out what its phase does not have: see `Lowered.phases`.
+A tick leaves out the operations that its phase does not have: see `Lowered.phases`.
 
 A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
 
-Under overlap a channel belongs to one operation. What forwards send moves while the tick's
-backwards run, and is received in the next tick. What backwards send moves while the next tick's
-forwards run, and is received before that tick's backwards. What stays on its device does not move: it
-is received in the next tick from where it was sent.
+Under overlap a channel belongs to one operation. A message of a forward moves while the tick's
+backwards run, and is received in the next tick. A message of a backward moves while the next tick's
+forwards run, and is received before that tick's backwards. A message that stays on its device does not
+move: it is received in the next tick from where it was sent.
 
 *The rule of operations.* An operation gets two records. `written` has the arrays that it writes,
 and it returns them. `read` has all other arrays. The two records have no array in common: an
@@ -71,13 +71,13 @@ RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 
 
 class PassInputs(NamedTuple):
-    """What a pass over a table reads: global arrays, or in `shard_map` the parts of a device.
+    """The inputs of a pass over a table: global arrays, or in `shard_map` the parts of a device.
 
     Attributes:
-      kept: arrays by group: of a training those of `PipelineState.kept`, of a forward-only table those of
+      kept: arrays by group. In a training they are those of `PipelineState.kept`, in a forward-only table those of
         "parameters", "mutable_state" and "message_compression".
-      in_flight: the groups "gradients" and "buffers"; of a forward-only table "buffers" alone.
-      counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before
+      in_flight: the groups "gradients" and "buffers"; in a forward-only table "buffers" alone.
+      counters: "round", int32 `[D]`, number of earlier passes; "started", int32 `[D]`, microbatches before
         round 0; "key", `[D]`, the random key of training.
       num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
         this round's. Cells of microbatches before the first or after the last do nothing.
@@ -94,7 +94,7 @@ class PassInputs(NamedTuple):
 
 
 def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """One pass over the table, on one device. Its results are those of `jpipe.engine.engine.run_training`."""
+    """Runs one pass over the table, on one device. Its results are those of `jpipe.engine.engine.run_training`."""
     device = TrainingDevice.here(spec, inputs.counters, inputs.num_entered)
     buffers = inputs.in_flight["buffers"]
     held = {**inputs.kept, "gradients": inputs.in_flight["gradients"], **buffers}
@@ -120,7 +120,7 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
 
 
 def forward_pass(spec: ForwardPass, inputs: PassInputs) -> list[jax.Array]:
-    """The same of a forward-only table: see `jpipe.engine.engine.run_forward`."""
+    """Runs one pass over a forward-only table, on one device: see `jpipe.engine.engine.run_forward`."""
     device = Device.here(spec, inputs.counters, inputs.num_entered)
     held = {"read_parameters": {}, **inputs.kept, **inputs.in_flight["buffers"]}
     held["op_count"] = jnp.zeros((), jnp.int32)
@@ -156,7 +156,7 @@ def _take_weights(device: TrainingDevice, kept: jax.Array | None, batch: Any) ->
 
     Args:
       device: the device.
-      kept: those before this pass, `[num_weights]`; None if only that of this pass's minibatch is read.
+      kept: the weights before this pass, `[num_weights]`; None if only that of this pass's minibatch is read.
       batch: this pass's minibatch, `[N, microbatch, ...]`; None if nothing enters.
 
     Returns:
@@ -176,7 +176,7 @@ def _take_weights(device: TrainingDevice, kept: jax.Array | None, batch: Any) ->
 
 
 def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
-    """What the first stage and the loss read in this pass, and the minibatches that are kept.
+    """Returns the minibatches that the first stage and the loss read in this pass, and those that are kept.
 
     Args:
       device: the device.
@@ -215,7 +215,7 @@ def _empty_results(spec: TrainingPass) -> dict[str, Any]:
 
 
 def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
-    """All ticks; `rows` are those of the device in `ScalarTable.rows`.
+    """Runs all ticks; `rows` are the rows of the device in `ScalarTable.rows`.
 
     On GPUs a tick begins with the update of the tick before, and the last update follows the loop, but for tables with
     a head after the update. The loop of a synchronous table then has no update. In other tables XLA would not begin a
@@ -259,7 +259,7 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
 
 
 def _received(spec: PassSpec, phase: TickRange, arrays: TickArrays) -> tuple[dict[int, Packed], dict[int, Packed]]:
-    """The received messages by channel: of the channels that move in the ticks of a phase, and of the others."""
+    """The received messages by channel: those of channels that move in a phase's ticks, and those of the others."""
     moving: dict[int, Packed] = {}
     resting: dict[int, Packed] = {}
     for number, message in arrays.received.items():
@@ -276,12 +276,12 @@ def _tick(
     updates: jax.Array | None,
     arrays: TickArrays,
 ) -> TickArrays:
-    """One tick: see the top of this file.
+    """Runs one tick: see the top of this file.
 
     Args:
       device: the device.
-      phase: of the tick.
-      scalars: of the tick.
+      phase: the phase of the tick.
+      scalars: the scalars of the tick.
       updates: bool `[]`, whether any device updates; None: the tick does not hold its update.
       arrays: all arrays.
     """
@@ -334,11 +334,11 @@ def _update(
     updates: jax.Array | bool,
     arrays: TickArrays,
 ) -> TickArrays:
-    """The update of a tick.
+    """Runs the update of a tick.
 
     Args:
       device: the device.
-      scalars: of the tick.
+      scalars: the scalars of the tick.
       updates: bool `[]`, whether any device updates. It is the same on all devices, because updates
         hold collectives along "stage".
       arrays: all arrays.
@@ -393,7 +393,7 @@ def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
 
 
 def _runs(spec: PassSpec, name: str, lane: int, stage: StageContext) -> bool:
-    """Whether a program ever runs in a lane. A stage with few copies has lanes of its own."""
+    """Returns whether a program ever runs in a lane. A stage with few copies has lanes of its own."""
     if not spec.schedule.has_copies:
         return True
     stages_in_lane = spec.lowered.operations[name].stage[..., lane]

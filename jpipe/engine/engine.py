@@ -1,22 +1,22 @@
 """The one executor: a lowered table, run by `shard_map`, `scan` and `ppermute`.
 
-spec.py          what is static in a pass: table, model, mesh, and what follows from them
-training.py      what is static in a pass that trains, beside that: loss, optimizer, gradients
-state.py         the list of the arrays of a state; state_arrays.py: what it says of each
+spec.py          the static facts of a pass: table, model, mesh, and all that follows from them
+training.py      the further static facts of a pass that trains: loss, optimizer, gradients
+state.py         the list of the arrays of a state; state_arrays.py: the facts of each
 layout.py        shape, sharding, memory and bytes of each array; shapes.py: their local shapes
 device.py        the scan over ticks; begin here
 arrays.py        the arrays of a tick, and the two records that an operation gets
-context.py       what a device and a lane know while they run
-guard.py         how a device leaves out an operation
+context.py       the values that a device and a lane know while they run
+guard.py         guards: a device leaves out an operation
 operations.py    forward, backward, weight gradient of a stage
-stage_layers.py  the layers of a stage; stage_weights.py: what they read
-commit.py        how mutable state moves after a minibatch
+stage_layers.py  the layers of a stage; stage_weights.py: their weights
+commit.py        moves of mutable state after a minibatch
 transport.py     messages between devices, skips
 spills.py        stashes that go to host memory, and come back
 vocabulary.py    an embedding and a head that all devices run together
 sums.py          the sums of gradients in the arrays of a tick
-reductions.py    how replicas bring them together
-gradients.py     what replicas exchange if gradients are compressed
+reductions.py    their reduction over replicas
+gradients.py     the exchange of compressed gradients between replicas
 updates.py       the update of a tick; norms.py, ties.py: norms and skipped updates, tied weights
 """
 
@@ -38,7 +38,7 @@ from jpipe.mesh import DATA, STAGE
 
 
 def run_training(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """One pass over a table that trains.
+    """Runs one pass over a table that trains.
 
     Args:
       spec: the pass.
@@ -53,7 +53,7 @@ def run_training(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any]
 
 
 def run_forward(spec: ForwardPass, inputs: PassInputs) -> Any:
-    """One pass over a forward-only table.
+    """Runs one pass over a forward-only table.
 
     Args:
       spec: the pass.
@@ -66,7 +66,7 @@ def run_forward(spec: ForwardPass, inputs: PassInputs) -> Any:
 
 
 def _on_mesh(spec: PassSpec, run: Callable[..., Any], inputs: PassInputs, out_specs: Any) -> Any:
-    """`run(spec, inputs)` on every device."""
+    """Calls `run(spec, inputs)` on every device."""
     in_specs: dict[str, Any] = dict(
         kept=_specs(spec, inputs.kept),
         in_flight=layouts.per_device_spec(spec.mesh),
@@ -91,18 +91,18 @@ def _specs(spec: PassSpec, groups: Iterable[str]) -> dict[str, Any]:
 
 
 def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any:
-    """Weights of which all versions are the one with a number.
+    """Copies one version of the weights to the rows of all versions.
 
     Args:
-      spec: the pass that has trained them.
-      weights: global arrays like those of the group "parameters".
-      version: int32 `[]`, the number, counted since round 0.
+      spec: the pass that has trained the weights.
+      weights: global arrays, packed like the group "parameters".
+      version: int32 `[]`, the number of the version, counted since round 0.
     """
     rows, parameter_rows = spec.rows, spec.array_rows["parameters"]
 
     @functools.cache
     def first_and_modulus(name: str) -> tuple[np.ndarray, np.ndarray]:
-        """For every row of an array the first row of its stage, and the number of the stage's versions."""
+        """The first row of the stage of each row of an array, and the number of the stage's versions."""
         shape = spec.schedule.num_devices, parameter_rows.number(name)
         first, modulus = np.zeros(shape, int), np.ones(shape, int)
         for s, copies in enumerate(spec.lowered.copies):

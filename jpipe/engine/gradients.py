@@ -1,13 +1,13 @@
-"""Gradients of replicas, compressed: what they exchange instead of the mean over "data" and over copies.
+"""Exchange of compressed gradients between replicas, instead of their mean over "data" and over copies.
 
 Each gradient of a weight is exchanged by itself:
 
     gradient + error  ── encode ──>  wire  ── to all replicas ──>  decode, mean  ──>  gradient
            └──────────── minus what was sent ─────────────────────────────────────>  error
 
-The mean is bit for bit the same on all replicas of a stage, and so their weights stay equal. The error is
-what a replica has not sent, and is sent later (error feedback: Seide et al., 2014; Karimireddy et al., 2019).
-It has the unit of the gradient without loss scale, so the scale may move.
+The mean is bit for bit the same on all replicas of a stage, and so their weights stay equal. The error
+is the part that a replica has not sent. It is sent later (error feedback: Seide et al., 2014;
+Karimireddy et al., 2019). It has the unit of the gradient without loss scale, so the scale may move.
 
 A gradient that is not finite is sent too, so all replicas skip the update. The errors and the states of the
 compressor then stay what they were.
@@ -50,30 +50,30 @@ class StageReplicas(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Replicas together."""
+        """Number of all replicas."""
         return self.data * (1 if self.ring is None else len(self.ring.group))
 
     def gather(self, value: jax.Array) -> jax.Array:
-        """`[number, ...]`, the values of all replicas, in one order on all of them."""
+        """Returns the values of all replicas, `[number, ...]`, in one order on all of them."""
         values = value[None] if self.ring is None else self.ring.gather(value)
         if self.data > 1:
             values = lax.all_gather(values, DATA).reshape(-1, *value.shape)
         return values
 
     def mean(self, value: jax.Array) -> jax.Array:
-        """The mean of the values of all replicas, bit for bit the same on all of them."""
+        """Returns the mean of the values of all replicas, bit for bit the same on all of them."""
         if self.ring is not None:
             value = self.ring.sum(value) / len(self.ring.group)
         return lax.pmean(value, DATA) if self.data > 1 else value
 
 
 class GradientExchange(NamedTuple):
-    """What the gradients of a column take part in.
+    """The exchange of the gradients of a column.
 
     Attributes:
       device: the device.
       chunk: int32 `[]`, see `LaneScalars.chunk`.
-      replicas: of its stage.
+      replicas: the replicas of the column's stage.
       scale: `[]`, the loss scale of the gradients, or None.
     """
 
@@ -89,11 +89,11 @@ class GradientExchange(NamedTuple):
         compression: Mapping[str, Any],
         num_updates: jax.Array | int,
     ) -> tuple[Packed, Mapping[str, Any]]:
-        """The gradients of all replicas, and what compression keeps, after 0 or 1 updates.
+        """Returns the gradients of all replicas, and the new state of compression, after 0 or 1 updates.
 
         Args:
           program: the update of the column.
-          gradients: packed.
+          gradients: the packed gradients.
           compression: "error", packed like gradients, and "states" of the compressor.
           num_updates: 0 or 1.
         """
@@ -124,7 +124,7 @@ class GradientExchange(NamedTuple):
         errors: Packed,
         states: Any,
     ) -> tuple[Packed, Packed, Any]:
-        """One gradient."""
+        """Exchanges one gradient."""
         compressor: Any = self.device.spec.communication.compress_gradients
         lead = self.device.lead("gradients", self.chunk)
         scaled = packing.read(gradients, place, lead)
@@ -163,14 +163,14 @@ def exchange_over_data(
     num_updates: jax.Array | int,
     arrays: Record,
 ) -> Record:
-    """The arrays after the replicas along "data" have exchanged the gradients that a lane updates with.
+    """Exchanges, between the replicas along "data", the gradients that a lane updates with.
 
     Args:
       device: the device.
-      lane: of the update.
+      lane: the lane of the update.
       program: the update.
       num_updates: 0 or 1.
-      arrays: hold `EXCHANGE_WRITES`.
+      arrays: arrays with `EXCHANGE_WRITES`.
     """
     replicas = StageReplicas(device.spec.num_replicas)
     exchange = GradientExchange(device, lane.chunk, replicas, device.loss_scale(arrays))

@@ -1,4 +1,4 @@
-"""How a device leaves out an operation that other devices run in the same tick.
+"""Guards: a device leaves out an operation that other devices run in the same tick.
 
 The platform decides: see `Target.switches` and `Target.touches_idle` of `jpipe.lowering.target`.
 
@@ -50,7 +50,7 @@ def run_one_of(
     branches: Sequence[Branch],
     arrays: TickArrays,
 ) -> TickArrays:
-    """The arrays after branch `number`, or as they are if `number` is negative.
+    """Runs branch `number`. The arrays stay as they are if `number` is negative.
 
     The number may differ between devices of the axis "stage", so no branch may communicate along
     that axis, unless the number is the same on all of them.
@@ -98,7 +98,7 @@ def guarded(
     written: WrittenArrays,
     read: ReadArrays,
 ) -> WrittenArrays:
-    """`operation(written, read)` where `predicate` holds, else `written` as it is.
+    """Returns `operation(written, read)` where `predicate` holds, else `written` as it is.
 
     Args:
       target: facts of the platform.

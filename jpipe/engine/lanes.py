@@ -27,7 +27,7 @@ def for_each_lane(
     state: State,
     operations: Sequence[str] | None = None,
 ) -> State:
-    """The state after `run(lane, state)` for every lane of some operations that update; None: of all."""
+    """Returns the state after `run(lane, state)` for every lane of the operations; None: of all that update."""
     for operation in device.spec.updates.by_operation if operations is None else operations:
 
         def run_lane(j: jax.Array | int, state: State, operation: str = operation) -> State:
@@ -43,7 +43,7 @@ def for_each_lane(
 
 
 def gradients_of(device: TrainingDevice, operation: str, gradients: Packed) -> Packed:
-    """Those of packed gradients that an operation updates with."""
+    """The packed gradients that an operation updates with."""
     names = device.spec.updates.gradient_arrays(operation)
     return {name: a for name, a in gradients.items() if name in names}
 
@@ -56,7 +56,7 @@ def run_program(
     run: Callable[[StageUpdate, int, jax.Array | int, Written], Written],
     arrays: TickArrays,
 ) -> TickArrays:
-    """Runs something for the update program of what updates in a lane, if there is one.
+    """Calls `run` for the update program of a lane, if the lane updates.
 
     Where branches may hold loops, all programs run, and a loop over the turns of a program that does not update
     has length 0. Elsewhere one program runs, and its loops have static lengths.
@@ -64,7 +64,7 @@ def run_program(
     Args:
       device: the device.
       lane: the lane.
-      name: of the operation, in profiles.
+      name: the name of the operation, in profiles.
       writes: names of the arrays that it writes.
       run: `(program, its number, 0 or 1 updates, arrays) -> arrays`.
       arrays: all arrays.

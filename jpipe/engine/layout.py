@@ -25,12 +25,12 @@ REPLICATED = PartitionSpec(STAGE)
 
 
 def per_device_spec(mesh: Mesh) -> PartitionSpec:
-    """How the first axis of a private array is split."""
+    """The split of the first axis of a private array."""
     return PartitionSpec((DATA, STAGE) if DATA in mesh.shape else STAGE)
 
 
 def batch_spec(mesh: Mesh) -> PartitionSpec:
-    """How the first axis of a minibatch is split."""
+    """The split of the first axis of a minibatch."""
     return PartitionSpec(DATA if DATA in mesh.shape else None)
 
 
@@ -42,9 +42,9 @@ class ArrayGroup:
       name: name of the group.
       shapes: tree of the local shapes on one device. The first axis is split over devices; a shape
         with a sharding is split over automatic axes of the mesh too, as its sharding says.
-      spec: how the first axis is split, `REPLICATED` or `per_device_spec(mesh)`.
-      on_host: the names in `shapes`, a dict then, of what is in host memory.
-      held: what replicas hold.
+      spec: the split of the first axis, `REPLICATED` or `per_device_spec(mesh)`.
+      on_host: the names in `shapes`, which is then a dict, of the arrays in host memory.
+      held: the relation between the arrays of the replicas.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ArrayGroup:
     held: OnReplicas = OnReplicas.EQUAL
 
     def num_bytes(self, platform: str, memory_kind: str = DEVICE_MEMORY) -> int:
-        """Bytes of one device of a platform, such as "cpu" or "tpu", in its own memory or in the host's."""
+        """Bytes on one device of a platform, such as "cpu" or "tpu", in its own memory or in the host's."""
         shapes = self.shapes
         if self.on_host or memory_kind == HOST_MEMORY:
             names = self.on_host
@@ -66,7 +66,7 @@ class ArrayGroup:
 
 @dataclasses.dataclass(frozen=True)
 class StateLayout:
-    """Every array of a training state.
+    """The arrays of a training state.
 
     Attributes:
       mesh: the devices; None: only shapes and bytes are asked for.
@@ -96,7 +96,7 @@ class StateLayout:
         return self._mesh.shape.get(DATA, 1)
 
     def arrays(self) -> Iterator[tuple[StateArray, ArrayGroup]]:
-        """Each array of `STATE_ARRAYS` that the state has."""
+        """The arrays of `STATE_ARRAYS` that the state has."""
         for array in STATE_ARRAYS:
             group = self.groups.get(array.field)
             if group is None or not array.in_buffers:
@@ -147,7 +147,7 @@ class StateLayout:
 
         Args:
           shapes: local shapes.
-          spec: how their first axis is split.
+          spec: the split of their first axis.
           memory_kind: the memory that holds the arrays.
         """
         num_parts = self.num_devices
@@ -184,8 +184,8 @@ def layout_of(facts: StateFacts, *, forward_only: bool = False) -> StateLayout:
     """The layout of a state.
 
     Args:
-      facts: what its arrays follow from.
-      forward_only: whether only the arrays count that a forward-only table reads and writes.
+      facts: facts that decide the arrays.
+      forward_only: whether the layout has only the arrays that a forward-only table reads and writes.
     """
     groups: dict[str, ArrayGroup] = {}
     for array in STATE_ARRAYS:

@@ -21,12 +21,12 @@ from jpipe.mesh import STAGE
 
 
 class _Places(NamedTuple):
-    """Where the norms of stages are, `[D, R + units]` each.
+    """The places of the norms of stages, `[D, R + units]` each.
 
     Attributes:
       stage: the stage of each column, and the home of each unit; 0 where there is none.
-      used: whether there is one.
-      counts: whether it counts in a norm: not every copy of a stage does.
+      used: whether the place has a norm.
+      counts: whether the norm counts in a sum: not every copy of a stage does.
     """
 
     stage: np.ndarray
@@ -53,8 +53,8 @@ class Norms(NamedTuple):
     """Norms of gradients over all devices.
 
     Attributes:
-      table: which gradients each stage counts.
-      places: where they are.
+      table: the gradients that each stage counts.
+      places: the places of their norms.
       squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss
         scale; that of version v in row v modulo K.
       scale: `[]`, the loss scale of the gradient, or None.
@@ -93,7 +93,7 @@ class Norms(NamedTuple):
         return jnp.take_along_axis(self.squares, rows, axis=1)[:, 0]
 
     def are_finite(self, versions: jax.Array) -> jax.Array:
-        """bool `[]`, whether all gradients are finite of versions `[D, R + units]`; of -1 they are."""
+        """Returns bool `[]`, whether all gradients of versions `[D, R + units]` are finite; those of -1 are."""
         return (jnp.isfinite(self._at(versions)) | (versions < 0)).all()
 
 
@@ -102,7 +102,7 @@ def gradient_norms(
     updates_any: jax.Array | bool,
     arrays: TickArrays,
 ) -> tuple[TickArrays, Norms]:
-    """The norms, and arrays with the squared norms and the loss scale after this update."""
+    """Returns the norms, and arrays with the squared norms and the loss scale after this update."""
     device, scalars = reduction.device, reduction.scalars
     spec = device.spec
     num_chunks = spec.lowered.num_chunks

@@ -1,4 +1,4 @@
-"""What a stage does in a tick: forward, backward, weight gradient.
+"""The operations of a stage in a tick: forward, backward, weight gradient.
 
 Each operation is a function `(stage, written, read) -> written`, with a function beside it that
 names the arrays that it writes. Nothing here communicates with other devices, except for the mean
@@ -74,17 +74,17 @@ class Operation(NamedTuple, Generic[Stage]):
 
 
 def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """The microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
+    """Takes the microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
     return stage.stages.values.constrained(microbatch_of(stage.scalars, leaves))
 
 
 def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """The lane's microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
+    """Takes the lane's microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
     return [lax.dynamic_index_in_dim(a, lane.microbatch, keepdims=False, allow_negative_indices=False) for a in leaves]
 
 
 def as_stored(stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
-    """Leaves of an activation, as those that they replace: see `jpipe.engine.shapes.stored_shapes`."""
+    """Converts leaves of an activation to the shapes in the state: see `jpipe.engine.shapes.stored_shapes`."""
     stored = [a.reshape(b.shape) for a, b in zip(values, old, strict=True)]
     return stages.values.constrained(stored, 1) if stages.values.sizes else stored
 
@@ -130,7 +130,7 @@ def predict_writes(stage: StageContext) -> list[str]:
 
 
 def predict(stage: StageContext, written: Written, read: ReadOnly) -> Written:
-    """The forward of one microbatch in a forward-only table: a message, or the outputs of the last stage."""
+    """Runs the forward of one microbatch in a forward-only table: it writes a message, or the last stage's outputs."""
     result = run_layers(stage, read, _stage_inputs(stage, read), mutable_state=read.mutable_state)
     written = send_skips(stage, written, read, result.skips)
 
@@ -157,7 +157,7 @@ def forward_writes(stage: TrainingStage) -> list[str]:
 
 
 def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
-    """The forward of one microbatch: stashes for the backward, and a message or the loss."""
+    """Runs the forward of one microbatch. It writes stashes for the backward, and a message or the loss."""
     stashes = not stage.spec.numbers.runs_forward_again
     moving = written if "mutable_state" in written else read
     result = run_layers(
@@ -224,7 +224,7 @@ def _add_loss(stage: TrainingStage, written: Written, outputs: list[jax.Array], 
 
 
 def _loss_extra(stage: TrainingStage) -> list[jax.Array]:
-    """What the loss gets beside outputs: the microbatch, and a random key if the loss takes one."""
+    """The arguments of the loss beside outputs: the microbatch, and a random key if the loss takes one."""
     batch = _microbatch(stage, stage.device.batch)
     if len(stage.spec.loss.extra) == len(batch):
         return batch
@@ -232,7 +232,7 @@ def _loss_extra(stage: TrainingStage) -> list[jax.Array]:
 
 
 def loss_key(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
-    """The data of the random key that the loss draws from for the lane's microbatch."""
+    """The data of the random key of the loss for the lane's microbatch."""
     number = len(device.spec.stages.layers)  # layers draw by the numbers below
     return jax.random.key_data(device.random_key(number, lane.microbatch_number))
 
@@ -240,7 +240,7 @@ def loss_key(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
 def _loss_and_stash(
     stage: TrainingStage, written: Written, outputs: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array], Written]:
-    """Values and aux of the loss, and the arrays with its stash."""
+    """Returns values and aux of the loss, and the arrays with its stash."""
     extra = _loss_extra(stage)
     values, stash, aux = stage.spec.loss.forward_and_stash([], outputs, extra)
     places = stage.program.loss_stash
@@ -260,7 +260,7 @@ def backward_writes(stage: TrainingStage) -> list[str]:
 
 
 def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
-    """The backward of one microbatch: parameter gradients and a message.
+    """Runs the backward of one microbatch. It writes parameter gradients and a message.
 
     Where the table splits backwards, it computes the input gradient only, and stashes what
     `weight_grad` needs.
@@ -328,7 +328,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
 
 
 def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
-    """Runs the forward again, on the weights that the backward reads, and stashes."""
+    """Runs the forward again, on the weights that the backward reads, and stashes its values."""
     result = run_layers(
         stage,
         read,
@@ -392,7 +392,7 @@ def weight_grad_writes(stage: TrainingStage) -> list[str]:
 
 
 def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
-    """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
+    """Computes the parameter gradients of one microbatch, after `backward` has computed its input gradient."""
     gradients = sums.sums_in(written)
     microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")

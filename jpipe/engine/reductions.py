@@ -1,4 +1,4 @@
-"""How the replicas of a stage bring their sums of gradients together in an update, and what each of them then has.
+"""Reductions: ways in which the replicas of a stage sum their gradients in an update.
 
     MeanReduction        the mean, or the sum over copies, of all     all update all weights
     SharedReduction      the same of its share, and zeros elsewhere   each updates its share, then all get all
@@ -49,7 +49,7 @@ class Reduction(abc.ABC):
 
     Attributes:
       device: the device.
-      scalars: of the tick.
+      scalars: the scalars of the tick.
     """
 
     device: TrainingDevice
@@ -57,26 +57,26 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, arrays: TickArrays) -> TickArrays:
-        """The arrays with the gradients of all replicas of each column that updates: summed over copies, averaged over
+        """Replaces the gradients of each updating column by those of all replicas: summed over copies, averaged over
         "data".
         """
 
     @property
     def every_copy_counts(self) -> bool:
-        """Whether a norm counts the gradients of every copy of a stage, and not those of its first alone."""
+        """True if a norm counts the gradients of every copy of a stage, and not those of its first alone."""
         return False
 
     def squares_of_all(self, squares: jax.Array, gradients: Packed) -> jax.Array:
-        """`[R + units]`, the squared norms of what `reduce` has left on this device, over all replicas along "data"."""
+        """Squared norms of the reduced gradients on this device, over all replicas along "data", `[R + units]`."""
         return squares
 
     def spread(self, arrays: TickArrays) -> TickArrays:
-        """The arrays after the update, with its weights in all replicas."""
+        """Copies the updated weights to all replicas."""
         return arrays
 
 
 def reduction_of(device: TrainingDevice, scalars: TickScalars) -> Reduction:
-    """The reduction of a pass; arguments as of `Reduction`."""
+    """The reduction of a pass. For the arguments see `Reduction`."""
     kind: type[Reduction] = MeanReduction
     if device.spec.communication.compress_gradients is not None:
         kind = CompressedReduction
@@ -86,7 +86,7 @@ def reduction_of(device: TrainingDevice, scalars: TickScalars) -> Reduction:
 
 
 class MeanReduction(Reduction):
-    """All replicas get the whole gradient."""
+    """The reduction that gives the whole gradient to all replicas."""
 
     def reduce(self, arrays: TickArrays) -> TickArrays:
         """See `Reduction`."""
@@ -101,7 +101,7 @@ class MeanReduction(Reduction):
 
 
 class SharedReduction(Reduction):
-    """Each replica gets its share: see `jpipe.engine.shares`."""
+    """The reduction that gives each replica its share: see `jpipe.engine.shares`."""
 
     def reduce(self, arrays: TickArrays) -> TickArrays:
         """See `Reduction`. A replica has zeros outside of its share."""
@@ -126,7 +126,7 @@ class SharedReduction(Reduction):
 
     @property
     def every_copy_counts(self) -> bool:
-        """Each counts its share."""
+        """True: each copy counts its share."""
         return True
 
     def squares_of_all(self, squares: jax.Array, gradients: Packed) -> jax.Array:
@@ -153,7 +153,7 @@ class SharedReduction(Reduction):
         return squares.at[:num_chunks].set(lax.psum(squares[:num_chunks], DATA))
 
     def spread(self, arrays: TickArrays) -> TickArrays:
-        """The weights that an update has written, and those of hooks, in all copies; `Apply` has gathered along
+        """Copies the weights that an update has written, and those of hooks, to all copies; `Apply` has gathered along
         "data".
         """
         if not self.device.spec.schedule.has_copies:
@@ -166,7 +166,7 @@ class SharedReduction(Reduction):
 
 
 class CompressedReduction(Reduction):
-    """All replicas get the mean of what compressors have sent: see `jpipe.engine.gradients`."""
+    """The reduction that gives the mean of the compressed gradients to all replicas: see `jpipe.engine.gradients`."""
 
     def reduce(self, arrays: TickArrays) -> TickArrays:
         """See `Reduction`."""

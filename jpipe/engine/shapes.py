@@ -1,4 +1,4 @@
-"""Local shapes of arrays on one device, and how the leaves of a state are packed.
+"""Local shapes of arrays on one device, and the packings of a state.
 
 Letters: R columns per device, K slots of a ring.
 """
@@ -20,13 +20,13 @@ from jpipe.packing import Leaf, Packing
 
 @dataclasses.dataclass(frozen=True)
 class StatePackings:
-    """How the leaves of each use are packed.
+    """The packing of the leaves of each use.
 
     Attributes:
       parameters: the weights.
       accumulators: the gradients.
       mutable_state: the layers' mutable state.
-      statistics: what is kept of a minibatch until this moves.
+      statistics: statistics of a minibatch, kept until the state moves.
       rings: name of a ring of stashes -> its stashed values.
       messages: the routes, each with its message.
       optimizer_state: the optimizer's state; None in forward-only tables.
@@ -79,7 +79,7 @@ def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
       mesh: gives arrays that are split over the axis "fsdp" the sharding that says how; None: all arrays
         are whole on their device.
       microbatch: the abstract microbatch.
-      number: of microbatches.
+      number: the number of microbatches.
     """
 
     def shape(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -125,7 +125,7 @@ def packed_shapes(
       mesh: gives arrays that are split over automatic axes the sharding that says how; None: all
         arrays are whole on their device.
       pack: the packing.
-      rows: of each array, or of all of them, along a leading axis; None: there is no such axis.
+      rows: number of rows of each array, or of all of them, along a leading axis; None: there is no such axis.
     """
 
     def lead(name: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Replicas that share the update of their stage: what they exchange. See `jpipe.stages.shares`.
+"""Exchanges between replicas that share the update of their stage. See `jpipe.stages.shares`.
 
     gradients   each replica gets the sum of its share, and has zeros elsewhere    scatter
     weights     each replica gets the shares of all                                gather
@@ -34,7 +34,7 @@ Arrays = TypeVar("Arrays")
 
 
 class Rank(NamedTuple):
-    """Which of the replicas of a stage a device is.
+    """The number of a device among the replicas of a stage.
 
     Attributes:
       copy: int32 `[]`, number of the copy.
@@ -50,7 +50,7 @@ class Rank(NamedTuple):
 
 
 def rank_of(device: TrainingDevice, chunk: jax.Array) -> Rank:
-    """The rank of a device among the replicas of the stage at position `chunk` of the device."""
+    """Returns the rank of a device among the replicas of the stage at position `chunk` of the device."""
     lowered = device.spec.lowered
     numbers = np.zeros((lowered.schedule.num_devices, lowered.num_chunks), np.int32)
     for copies in lowered.copies:
@@ -70,7 +70,7 @@ def places(slots: LeafSlots, i: jax.Array | int, copy: int = 0) -> list[Place]:
 
 
 def read_turn(arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Lead) -> list[jax.Array]:
-    """The leaves of turn i."""
+    """Reads the leaves of turn i."""
     return [packing.read(arrays, place, lead) for place in places(slots, i)]
 
 
@@ -81,7 +81,7 @@ def write_turn(
     lead: Lead,
     leaves: Sequence[jax.Array],
 ) -> Packed:
-    """The arrays with the leaves of turn i replaced, in all copies of tied leaves."""
+    """Writes the leaves of turn i, in all copies of tied leaves."""
     for c in range(len(slots.copies)):
         for place, leaf in zip(places(slots, i, c), leaves, strict=True):
             arrays = packing.write(arrays, place, lead, leaf)
@@ -92,7 +92,7 @@ def write_turn(
 
 
 def share_of(division: Division, leaves: Sequence[jax.Array], rank: Rank) -> jax.Array:
-    """The share that a replica has of the leaves of a turn."""
+    """A replica's share of the leaves of a turn."""
     stacked = division.stacked(leaves)
     part = _part(_part(stacked, division.axis, rank.copy), division.axis, rank.data)
     return division.to_share(part)
@@ -108,11 +108,11 @@ def with_share(
     """All-gathers the shares along "data" and writes them into the leaves.
 
     Args:
-      division: of the turn.
-      share: of this replica.
-      rank: of this replica.
-      leaves: as they were. Where the stage has several copies, the shares of others stay.
-      spec: how the compiler splits each leaf.
+      division: the division of the turn.
+      share: the share of this replica.
+      rank: the rank of this replica.
+      leaves: the leaves before. Where the stage has several copies, the shares of others stay.
+      spec: the split of each leaf by the compiler.
     """
     axis, replicas = division.axis, division.replicas
     part = division.from_share(share)
@@ -135,14 +135,14 @@ def _on_blocks(
     before: tuple,
     after: tuple,
 ) -> jax.Array:
-    """An exchange along "data", by each device of the automatic axes for its own block of a value.
+    """Runs an exchange along "data": each device of the automatic axes exchanges its own block of a value.
 
     XLA would gather a value that these axes split, and exchange all of it.
 
     Args:
       exchange: value -> value.
       value: the value.
-      before, after: how the compiler splits it before and after the exchange.
+      before, after: the split of the value by the compiler, before and after the exchange.
     """
     automatic = set(packing.axes(before))
     if not automatic:
@@ -167,7 +167,7 @@ def _part(stacked: jax.Array, axis: int, number: jax.Array | int) -> jax.Array:
 
 
 def _alone(part: jax.Array, axis: int, number: jax.Array | int, size: int) -> jax.Array:
-    """`size` parts along a new axis: one is given, the others are zero."""
+    """`size` parts along a new axis: one is given. The others are zero."""
     shape = (*part.shape[:axis], size, *part.shape[axis:])
     zeros = jnp.zeros(shape, part.dtype)
     return lax.dynamic_update_index_in_dim(zeros, part, number, axis)
@@ -183,14 +183,14 @@ def scatter_over_data(
     gradients: Packed,
     num_updates: jax.Array | int,
 ) -> Packed:
-    """The gradients of a column with the means over "data" in the share of each replica, and zeros elsewhere.
+    """Replaces the gradients of a column by the means over "data" in the share of each replica, and zeros elsewhere.
 
     Single numbers have their means on all replicas.
 
     Args:
       device: the device.
       program: the update of the column.
-      lane: of the tick.
+      lane: the lane of the update.
       gradients: packed gradients; copies of the stage have exchanged theirs.
       num_updates: 0 or 1.
     """
@@ -222,7 +222,7 @@ def scatter_over_data(
 
 
 def scatter_over_copies(device: TrainingDevice, scalars: TickScalars, gradients: Packed) -> Packed:
-    """The gradients of stages with copies: each copy has the sum of its part, and zeros elsewhere.
+    """Replaces the gradients of stages with copies: each copy gets the sum of its part, and zeros elsewhere.
 
     Single numbers have their sums on all copies. All devices call this.
     """
@@ -256,12 +256,12 @@ def _each_turn(
     lead: Lead,
     change: Callable[[Division, list[jax.Array], tuple], list[jax.Array]],
 ) -> Packed:
-    """Packed arrays with the leaves of every turn changed.
+    """Changes the leaves of every turn in packed arrays.
 
     Args:
       program: the update.
       side: "inputs" or "outputs" of its groups.
-      names: of the packed arrays, in the words of `LeafSlots`.
+      names: the names of the packed arrays, in the words of `LeafSlots`.
       num_updates: 0 or 1.
       arrays: the packed arrays.
       lead: indices of their leading axes.
@@ -295,14 +295,14 @@ def gather_over_copies(
     name: str,
     weights: Packed,
 ) -> Packed:
-    """The weights of stages with copies, in all copies. All devices call this.
+    """Gathers the weights of stages with copies, in all copies. All devices call this.
 
     Args:
       device: the device.
-      scalars: of the tick.
-      lanes: of its updates.
+      scalars: the scalars of the tick.
+      lanes: the lanes of the tick's updates.
       name: "parameters", or a pass whose weights a hook gives.
-      weights: packed; each copy has its part of those that are updated in this tick.
+      weights: the packed weights; each copy has its part of those that are updated in this tick.
     """
 
     def gather(ring: CopyRing, program: StageUpdate, weights: Packed, n: Any) -> Packed:
@@ -328,11 +328,11 @@ def each_stage(
     *,
     alone: bool = False,
 ) -> Arrays:
-    """Arrays after the exchange between the copies of every stage that updates in this tick.
+    """Runs the exchange between the copies of every stage that updates in this tick.
 
     Args:
       device: the device.
-      scalars: of the tick.
+      scalars: the scalars of the tick.
       exchange: `(ring, program, arrays, number of updates) -> arrays`.
       arrays: a tree of packed arrays.
       alone: whether stages with one copy take part.

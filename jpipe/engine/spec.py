@@ -1,4 +1,4 @@
-"""The static side of a pass over a table: what is known before the program is compiled.
+"""The static side of a pass over a table: the facts that are known before the program is compiled.
 
 `PassSpec` is what every pass has, `ForwardPass` a pass of a prediction. `jpipe.engine.training` has the other kind.
 """
@@ -34,18 +34,18 @@ from jpipe.stages.messages import find_routes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassSpec(abc.ABC):
-    """A pass over a table: a table and a model on a mesh, and all that follows from them.
+    """A pass over a table: a table and a model on a mesh, and all facts that follow from them.
 
     Attributes:
       schedule: the table.
       stages: the model, cut into stages.
-      mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data"
+      mesh: the devices: an axis "stage" with the schedule's number of devices, and optionally an axis "data"
         of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
         split over them as the layers say, stashed activations as the compiler would. Messages and
         batches are split by rows over the axis "fsdp", messages also as the layers say.
       microbatch: the abstract microbatch.
       key_impl: implementation of the random keys that layers get.
-      numbers: what layers compute in and keep.
+      numbers: options of the numbers that layers compute in and keep.
     """
 
     schedule: Schedule
@@ -70,12 +70,12 @@ class PassSpec(abc.ABC):
     @property
     @abc.abstractmethod
     def routes(self) -> list[tuple[Route, Packing]]:
-        """Every kind of message, with its packing."""
+        """The kinds of messages, with their packings."""
 
     @property
     @abc.abstractmethod
     def packings(self) -> StatePackings:
-        """How the leaves of the state are packed."""
+        """The packings of the leaves of the state."""
 
     @property
     @abc.abstractmethod
@@ -85,9 +85,7 @@ class PassSpec(abc.ABC):
     @property
     @abc.abstractmethod
     def drops_branches(self) -> bool:
-        """Whether an operation has no branch in the ticks of a phase if all devices run one program of it in all of
-        them.
-        """
+        """True if an operation has no branch in a phase in which all devices always run one program of it."""
 
     @property
     @abc.abstractmethod
@@ -116,7 +114,7 @@ class PassSpec(abc.ABC):
 
     @property
     def rows(self) -> VersionRows:
-        """Where the versions of weights are."""
+        """The rows of the versions of weights."""
         return self.state_table.rows
 
     @functools.cached_property
@@ -126,7 +124,7 @@ class PassSpec(abc.ABC):
 
     @functools.cached_property
     def _facts(self) -> StateFacts:
-        """What the arrays of a state follow from, as far as both kinds of pass have them."""
+        """The facts that decide the arrays of a state, as far as both kinds of pass have them."""
         return StateFacts(
             mesh=self.mesh,
             lowered=self.lowered,
@@ -137,7 +135,7 @@ class PassSpec(abc.ABC):
         )
 
     def first_message_compression(self) -> dict[str, Any]:
-        """What the compressors of messages keep, on one device before training."""
+        """The states of the compressors of messages, on one device before training."""
         return first_states(self._message_codecs(), self.lowered.num_chunks)
 
     # -- The scalars of every tick as an array, which is an argument of every pass
@@ -151,11 +149,11 @@ class PassSpec(abc.ABC):
 
     @property
     def local_rows(self) -> jax.ShapeDtypeStruct:
-        """Those of one device."""
+        """The local shape of `abstract_rows`, on one device."""
         return jax.ShapeDtypeStruct((1, *self.scalars.rows_shape[1:]), np.int32)
 
     def place_rows(self) -> jax.Array:
-        """The same on the devices."""
+        """Puts the rows of `ScalarTable.rows` on the devices."""
         like = self.abstract_rows
 
         def rows_of_devices(index: Any) -> np.ndarray:
@@ -166,7 +164,7 @@ class PassSpec(abc.ABC):
     # -- Parts of the answers
 
     def _array_rows(self) -> dict[str, ArrayRows]:
-        """Of "parameters" (also as hooks give them), "mutable_state", "statistics" and "message_compression"."""
+        """The rows of "parameters" (also from hooks), "mutable_state", "statistics" and "message_compression"."""
         stages, weights = self.stages, self.stages.parameters
         used = self._arrays_of_stages(weights)
         return {
@@ -211,7 +209,7 @@ class PassSpec(abc.ABC):
         )
 
     def _activations(self, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Leaf]:
-        """Abstract leaves of an activation, split as what layers pass on."""
+        """Abstract leaves of an activation, with the split of values between layers."""
         return [Leaf(a, spec=self.stages.values.spec(a.shape)) for a in avals]
 
     def _arrays_of_stages(self, pack: Packing) -> list[set[str]]:
@@ -296,5 +294,5 @@ class ForwardPass(PassSpec):
 
     @property
     def tick_stashes(self) -> frozenset[str]:
-        """None: nothing is stashed."""
+        """No names: a prediction stashes nothing."""
         return frozenset()

@@ -25,7 +25,7 @@ _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 class Transfer(NamedTuple):
-    """What moves in a tick.
+    """The transfers of a tick.
 
     Attributes:
       loaded: a slot that came from the host, `[1, ...]`.
@@ -37,7 +37,7 @@ class Transfer(NamedTuple):
 
 
 def begin(spec: PassSpec, scalars: TickScalars, arrays: TickArrays) -> dict[str, Transfer]:
-    """The transfers of a tick, by ring."""
+    """Begins the transfers of a tick. Returns them by ring."""
     transfers = {}
     for ring, spill in spec.lowered.spills.items():
         now, staged = scalars.spill(ring), arrays.staged[ring]

@@ -1,4 +1,4 @@
-"""The layers of a stage: loops over them, and where each reads and writes its arrays.
+"""The layers of a stage: loops over them, and the places of their arrays.
 
 The functions on one layer (`write_layer_stash`, `read_layer_stash`, `add_gradients`) take arrays, the
 layer's places, leading indices and the row of the layer, and nothing of the engine, so that
@@ -46,13 +46,13 @@ def for_each_layer(
     fetch: Callable[[Any], Fetched] = lambda i: [],
     backwards: bool = False,
 ) -> LoopState:
-    """`state = body(i, fetch(i), state)` for each layer i of run r of the program.
+    """Runs `state = body(i, fetch(i), state)` for each layer i of run r of the program.
 
     Args:
       stage: the stage.
       r: number of the run.
       body: `(i, fetched, state) -> state`.
-      state: before the first layer.
+      state: the state before the first layer.
       fetch: `i -> values` that a layer needs from host memory. In a loop they come while the layer before runs, so the
         last layer stands after the loop: nothing is fetched that no layer reads.
       backwards: whether the last layer comes first.
@@ -107,7 +107,7 @@ def write_stash(
     i: jax.Array | int = 0,
     joined: bool = False,
 ) -> Rings:
-    """Writes stashed values of layer i into their slot of one ring; `joined` as in `write_all`."""
+    """Writes stashed values of layer i into their slot of one ring; for `joined` see `write_all`."""
     if not places:
         return rings
     old = rings[ring]
@@ -126,7 +126,7 @@ def read_stash(
     i: jax.Array | int = 0,
     recomputes: bool = False,
 ) -> list[jax.Array]:
-    """The stashed values of layer i in one ring; `recomputes` as in `LayerProgram`."""
+    """The stashed values of layer i in one ring; for `recomputes` see `LayerProgram`."""
     stash = rings[ring]
     if isinstance(stash, TickStash):
         values = [stash[place, i] for place in places]
@@ -144,7 +144,7 @@ def write_layer_stash(
     i: jax.Array | int,
     joined: bool = False,
 ) -> Rings:
-    """Writes the whole stash of layer i into the rings; `joined` as in `write_all`."""
+    """Writes the whole stash of layer i into the rings; for `joined` see `write_all`."""
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
         ("weight_stash", run.weight_stash, kind.weight_stash),
@@ -162,7 +162,7 @@ def read_layer_stash(
     i: jax.Array | int,
     only: str | None = None,
 ) -> list[jax.Array | None]:
-    """The stash of layer i; with `only` a ring, None for the values that are in the other ring."""
+    """The stash of layer i. If `only` is a ring, values in the other ring are None."""
     stash: list[jax.Array | None] = [None] * len(kind.stash)
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
@@ -184,7 +184,7 @@ def add_gradients(
     joined: bool = False,
     microbatch: Microbatch | None = None,
 ) -> Packed:
-    """Packed sums of a column that have taken up the parameter gradients of layer i; `microbatch` as of `sums.add`.
+    """Adds the parameter gradients of layer i to the packed sums of a column; for `microbatch` see `sums.add`.
 
     A gradient is first a sum over all rows, and then split. Else XLA would gather the activations of all rows to
     compute each part of it.
@@ -226,7 +226,7 @@ def _layer_extra(
     r: int,
     i: jax.Array | int,
 ) -> list[jax.Array]:
-    """What layer i gets beside parameters and inputs: its random key and its mutable state."""
+    """The arguments of layer i beside parameters and inputs: its random key and its mutable state."""
     key = jax.random.key_data(stage.device.key)
     if kind.reads_extra[0]:
         lane = stage.scalars
@@ -244,7 +244,7 @@ def _with_microbatch(
     kept: list[jax.Array],
     records: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """The statistics of a layer with those of one more microbatch."""
+    """Adds one more microbatch to the statistics of a layer."""
     if stage.spec.schedule.has_copies:  # of each device
         at = stage.device.position
         mine = [lax.dynamic_index_in_dim(a, at, keepdims=False) for a in kept]
@@ -254,14 +254,14 @@ def _with_microbatch(
 
 
 class LayersResult(NamedTuple):
-    """What the forward of a stage returns.
+    """The results of the forward of a stage.
 
     Attributes:
       outputs: outputs of the last layer, `[microbatch, ...]` each.
       skips: name -> leaves of the skips that leave the stage.
       rings: ring -> stashes, updated; None if nothing is stashed.
       statistics: updated; None if none are kept.
-      mutable_state: updated by what moves in every microbatch.
+      mutable_state: mutable state, with the moves of every microbatch.
     """
 
     outputs: list[jax.Array]
@@ -284,16 +284,16 @@ def run_layers(
 ) -> LayersResult:
     """Runs the layers of a stage forward.
 
-    A layer writes its stash straight into `rings`, and adds what batch norms have seen to `statistics`.
+    A layer writes its stash straight into `rings`, and adds the statistics of batch norms to `statistics`.
 
     Args:
       stage: the stage.
-      read: hold weights and inboxes.
+      read: arrays with weights and inboxes.
       x: inputs of the stage, `[microbatch, ...]` each.
       mutable_state: the layers' mutable state.
       weight_pass: the pass whose weights are read: "forward" or "backward".
       rings: ring -> stashes; None: nothing is stashed.
-      statistics: of the minibatch so far; None: they are not kept.
+      statistics: the statistics of the minibatch so far; None: they are not kept.
       moves_state: whether the layers move mutable state.
     """
     weights = StageWeights.of(stage, read, weight_pass)

@@ -1,4 +1,4 @@
-"""The weights of a stage, as its layers read them: from host memory, gathered, and cast."""
+"""The weights of a stage for its layers: fetched from host memory, gathered, and cast."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ Fetched = Sequence[jax.Array]
 
 
 class StageWeights(NamedTuple):
-    """The weights of a stage, as a forward or a backward reads them.
+    """The weights of a stage in a forward or a backward.
 
     Attributes:
       stage: the stage.
-      arrays: hold the weights.
-      mutable_state: of the layers.
+      arrays: arrays with the weights.
+      mutable_state: the mutable state of the layers.
       cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each
         layer casts its own.
     """
@@ -46,7 +46,7 @@ class StageWeights(NamedTuple):
         return cls(stage, arrays, constants, _cast_at_once(stage, arrays))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
-        """The weights of layer i of a run that are in host memory, brought to the device."""
+        """Brings the weights of layer i of a run that are in host memory to the device."""
         far = [place for place in run.parameters if place.on_host]
         return packing.read_all(self.arrays, far, self.stage.version, i)
 
@@ -56,7 +56,7 @@ class StageWeights(NamedTuple):
         Args:
           run: the run.
           i: number of the layer in its run.
-          fetched: what `fetch` brought.
+          fetched: the result of `fetch`.
         """
         from_host = iter(fetched)
 
@@ -74,7 +74,7 @@ class StageWeights(NamedTuple):
         return gathered_along_fsdp(run.parameters, values, dtype)
 
     def for_backward(self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
-        """The weights of layer i of a run, then the constants of its state, see `LayerProgram.constants`."""
+        """The weights of layer i of a run, then the constants of its state. See `LayerProgram.constants`."""
         column = self.stage.column("mutable_state")
         places = [run.state[j - 1] for j in kind.constants]  # the key comes before the state
         constants = packing.read_all(self.mutable_state, places, column, i)
@@ -122,9 +122,9 @@ def gathered_along_fsdp(
     """Values of the shapes of a layer's parameters, whole along the axis "fsdp".
 
     Args:
-      places: of the parameters.
+      places: the places of the parameters.
       values: one per place.
-      compute_dtype: to which the layer will cast them. Values that are cast before they are gathered are fewer
+      compute_dtype: the dtype that the layer will cast to. Values that are cast before they are gathered are fewer
         bytes to send.
     """
 

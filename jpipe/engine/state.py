@@ -330,7 +330,7 @@ STATE_ARRAYS = (
 
 
 def fields_that(live: Lives) -> list[str]:
-    """The fields of `PipelineState` whose arrays live so, in order."""
+    """The fields of `PipelineState` whose arrays live in one of these ways, in order."""
     return list(dict.fromkeys(a.field for a in STATE_ARRAYS if a.lives is live))
 
 
@@ -361,15 +361,15 @@ class PipelineState:
       mutable_state: packed mutable state of the layers, `[D * R, ...]`;
         `Pipeline.get_mutable_state` unpacks it.
       loss_scale: the loss scale and its counter, `[D]` each; empty without a loss scale.
-      gradient_compression: what the compression of gradients keeps on each device: "error", packed like
+      gradient_compression: the state of the compression of gradients on each device: "error", packed like
         `gradients`, and "states" of the compressor, `[devices * R, ...]`; empty without compression.
-      message_compression: what the compressors of messages keep on each device, `[devices * R, ...]`; empty without.
+      message_compression: states of the compressors of messages on each device, `[devices * R, ...]`; empty without.
       gradients: packed gradient accumulators, `[devices * R, ...]`; zero between minibatches.
       buffers: activations and gradients in flight.
       round: int32 `[D]`, steps since `init` or `flush`.
       started: int32 `[D]`, microbatches of training before those steps.
       key: uint32 `[D, ...]`, the data of the random key of training.
-      program: the `jpipe.program.Program` that says how the arrays are laid out; static.
+      program: the `jpipe.program.Program` that knows the layout of the arrays; static.
     """
 
     parameters: Mapping[str, jax.Array]
@@ -387,7 +387,7 @@ class PipelineState:
     program: Any = dataclasses.field(metadata=dict(static=True))
 
     def __repr__(self) -> str:
-        """Shapes and bytes; the numbers themselves would fill the screen."""
+        """Shapes and bytes. The numbers themselves would fill the screen."""
 
         def size(a: Any) -> int:
             return getattr(a, "size", 0) * getattr(a, "dtype", np.dtype(bool)).itemsize
@@ -405,7 +405,7 @@ class PipelineState:
         return "\n".join(["PipelineState(", *map(line, names), ")"])
 
     def arrays(self) -> collections.OrderedDict[str, Any]:
-        """All arrays by field, in the order of the fields, without the program.
+        """The arrays by field, in the order of the fields, without the program.
 
         Compiled functions take these. JAX keeps the structure of arguments after the function is gone, and the
         structure of a state holds the program.

@@ -1,4 +1,4 @@
-"""What is said of each array of the state: see the list `STATE_ARRAYS` in `jpipe.engine.state`."""
+"""The facts of each array of the state: see the list `STATE_ARRAYS` in `jpipe.engine.state`."""
 
 import dataclasses
 import enum
@@ -21,7 +21,7 @@ BUFFERS = "buffers"
 
 
 class Lives(enum.Enum):
-    """How long an array holds something."""
+    """The time for which an array holds something."""
 
     KEPT = "between two minibatches: it is part of the training, and every checkpoint has it"
     IN_FLIGHT = "while a minibatch is not complete: it is zero, or never read, when nothing is in flight"
@@ -29,7 +29,7 @@ class Lives(enum.Enum):
 
 
 class OnReplicas(enum.Enum):
-    """What the replicas of a stage, along the axis "data" and as copies, hold of an array."""
+    """The relation between the arrays of a stage's replicas, along the axis "data" and as copies."""
 
     EQUAL = "all replicas have the same numbers"
     TERM = "each replica has its term of a sum"
@@ -37,7 +37,7 @@ class OnReplicas(enum.Enum):
 
 
 class Adopted(enum.Enum):
-    """What becomes of an array in a pipeline of another layout: by `adopt`, and by a checkpoint that it restores."""
+    """The treatment of an array in a pipeline of another layout, by `adopt` and by a checkpoint that it restores."""
 
     ANEW = "it begins as before training"
     LEAVES = "each leaf goes to where the other pipeline has its layer"
@@ -48,12 +48,12 @@ class Adopted(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateFacts:
-    """What the arrays of a state follow from.
+    """The facts that decide the arrays of a state.
 
     Attributes:
       mesh: the devices; None: all arrays are whole on their device.
       lowered: the lowered table.
-      packings: how the leaves are packed.
+      packings: the packings of the leaves.
       array_rows: name of an array -> the rows of its packed arrays: see `PassSpec.array_rows`.
       microbatch: the abstract microbatch.
       hooked_passes: the passes ("forward", "backward") that read weights of their own, from a parameter hook.
@@ -63,8 +63,8 @@ class StateFacts:
       weight_dtype: dtype of the weights of minibatches; None: the loss is a mean.
       shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
       tick_stashes: the stashes that are no part of the state.
-      gradient_compression: local shapes of what compression of gradients keeps.
-      message_compression: the same of messages.
+      gradient_compression: local shapes of the state of the compression of gradients.
+      message_compression: local shapes of the state of the compression of messages.
     """
 
     mesh: Mesh | None
@@ -87,7 +87,7 @@ class LayerLeaves(NamedTuple):
     """The leaves of each layer in an array.
 
     Attributes:
-      name: in the portable form of a state, and in the manifests of checkpoints.
+      name: its name in the portable form of a state, and in the manifests of checkpoints.
       places: `(stages, owner) -> (layer, place of each of its leaves, row of the place)` for each layer of one of
         `Stages.owners`.
       like: the tree of a layer's leaves, abstract.
@@ -107,7 +107,7 @@ def apart_on_replicas(facts: StateFacts) -> OnReplicas:
 
 
 def on_devices(facts: StateFacts) -> frozenset[str]:
-    """Nothing is in host memory."""
+    """No names: nothing is in host memory."""
     return frozenset()
 
 
@@ -116,22 +116,22 @@ class StateArray:
     """An array of the state, or a tree of arrays with one use.
 
     Attributes:
-      name: the field of `PipelineState` and the attribute of `TickArrays`. What is in flight lies in the field
+      name: the field of `PipelineState` and the attribute of `TickArrays`. Arrays in flight are in the field
         `buffers`.
-      use: what it is for: "weights", "optimizer", "gradients", "activations" (kept from a forward to its backward),
+      use: its purpose: "weights", "optimizer", "gradients", "activations" (kept from a forward to its backward),
         "messages" (between stages), "vocabulary" (between stages and layers that all stages run), "host stashes",
         "batch", "compression" or "state".
       shapes: its local shapes on a device, by `StateFacts`. The first axis is split over devices. None: there is no
         such array.
-      lives: how long it holds something.
-      held: what replicas hold of it, by `StateFacts`.
-      adopted: what becomes of it in another layout.
+      lives: the time for which it holds something.
+      held: the relation between the arrays of replicas, by `StateFacts`.
+      adopted: its treatment in another layout.
       memory: the field of `jpipe.Memory` that counts it; None: it is small, and none does.
       words: its name in the memory timeline, if that is not its name with spaces.
       on_host: the names of those of its arrays that are in host memory, by `StateFacts`.
       first: its local values before training, by the engine; None: zeros, or leaves of layers.
-      leaves: which leaves it holds of each layer, if `adopted` is `LEAVES`; None: those of an optimizer.
-      rows: the entry of `PassSpec.array_rows` with the rows of its packed arrays, if that is not its name.
+      leaves: the leaves of each layer in it, if `adopted` is `LEAVES`; None: those of an optimizer.
+      rows: the entry of `PassSpec.array_rows` with the rows of its packed arrays, if its key is not the array's name.
       has_versions: whether it has a row for every version of the weights.
       in_forward_only: whether forward-only tables have it.
       in_buffers: whether it lies in the field `buffers`.
@@ -155,12 +155,12 @@ class StateArray:
 
     @property
     def field(self) -> str:
-        """The field of `PipelineState` that it is, or is part of."""
+        """The field of `PipelineState` for it."""
         return BUFFERS if self.in_buffers else self.name
 
     @property
     def text(self) -> str:
-        """Its name in words."""
+        """The name in words."""
         return self.words or self.name.replace("_", " ")
 
 

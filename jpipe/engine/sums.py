@@ -17,7 +17,7 @@ def factors_in(arrays: TickArrays) -> Packed:
 
 
 def sums_in(written: TickArrays) -> Packed:
-    """All packed leaves of sums: gradients and factors together."""
+    """The packed leaves of sums: gradients and factors together."""
     if "gradient_compression" not in written:
         return written.gradients
     return {**written.gradients, **factors_in(written)}
@@ -46,7 +46,7 @@ def squares_of(device: TrainingDevice, arrays: TickArrays) -> dict[str, jax.Arra
 
 
 def microbatch_of(stage: TrainingStage, arrays: TickArrays) -> Microbatch | None:
-    """The microbatch of a lane, as sums take it up; None if all gradients are summed as they are."""
+    """The microbatch of a lane, for the sums; None if all gradients are summed as they are."""
     spec = stage.spec
     if spec.stages.gradient_sums.compressor is None:
         return None

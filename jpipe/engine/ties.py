@@ -23,7 +23,7 @@ from jpipe.mesh import STAGE
 
 
 def _is_on(device: TrainingDevice, devices: Sequence[int]) -> jax.Array:
-    """Whether this is one of some devices."""
+    """Returns whether this is one of some devices."""
     return functools.reduce(operator.or_, [device.position == d for d in devices])
 
 

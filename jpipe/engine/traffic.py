@@ -1,4 +1,4 @@
-"""What devices send: bytes of messages between stages and of gradients between replicas, plain and compressed."""
+"""Traffic of devices: bytes of messages between stages and of gradients between replicas, plain and compressed."""
 
 import dataclasses
 import math
@@ -29,8 +29,8 @@ class MessageRecord(NamedTuple):
         a stage: their gradients.
       source: the stage that sends.
       target: the stage that receives; the same for replicas.
-      num_bytes: of one message: one microbatch, in a tick. Between replicas what each receives in an update.
-      plain_bytes: the same without compression.
+      num_bytes: bytes of one message (one microbatch). Between replicas: bytes that each receives in an update.
+      plain_bytes: bytes of the message without compression.
     """
 
     what: str
@@ -41,7 +41,7 @@ class MessageRecord(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes compression sends."""
+        """The factor by which compression reduces the bytes."""
         return self.plain_bytes / max(self.num_bytes, 1)
 
 
@@ -73,7 +73,7 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
 
 
 def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecord:
-    """What a replica of a stage receives in an update; a plain mean sends sums in a ring."""
+    """The bytes that a replica of a stage receives in an update. A plain mean sends sums in a ring."""
     u, stages = engine.updates.program_of_stage[s], engine.stages
     update, sends_per_number = engine.updates.programs[u], 2 * (number - 1) / number
 
@@ -105,7 +105,7 @@ def _uncompressed(codecs: Any) -> tuple[LeafCodec, ...]:
 
 
 def _plain_portal(portal: Any) -> Any:
-    """A portal whose packings hold its leaves as they are."""
+    """A portal whose packings hold its leaves without compression."""
     codecs = [c for cs in portal.codecs.values() for c in _uncompressed(cs)]
     activations, gradients = pack_messages([codecs])
     return dataclasses.replace(portal, activations=activations, gradients=gradients)
@@ -115,15 +115,15 @@ def _plain_portal(portal: Any) -> Any:
 
 
 def counts(engine: TrainingPass, compression: MessageCompression, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """What the compressors report after a step, over all devices.
+    """The reports of the compressors after a step, over all devices.
 
     Args:
       engine: the pass of the step.
-      compression: of messages.
+      compression: the compression of messages.
       kept: global arrays of the state.
 
     Returns:
-      "message_ratio" and "gradient_ratio", how many times fewer bytes are sent, over all messages of a microbatch and
+      "message_ratio" and "gradient_ratio", the factors by which bytes are fewer, over all messages of a microbatch and
       over the gradients of all stages; "error_norm", of all that replicas have not sent of their gradients. And of
       compressors that report them "gradient_density" and "message_density", the mean part of the entries that passed
       the latest thresholds, and "gradient_overflow" and "message_overflow", the entries so far that passed without
@@ -153,7 +153,7 @@ def counts(engine: TrainingPass, compression: MessageCompression, kept: Mapping[
 
 
 def _ratios(records: Sequence[MessageRecord]) -> dict[str, jax.Array]:
-    """Of what is compressed between stages, and between replicas."""
+    """The ratios of the messages between stages, and of the gradients between replicas."""
     ratios = {}
     for name, is_gradient_exchange in ("message", False), ("gradient", True):
         records_of_kind = [r for r in records if (r.source == r.target) == is_gradient_exchange]

@@ -1,4 +1,4 @@
-"""The static side of a pass that trains: beside table and model a loss, an optimizer, and what they need."""
+"""The static side of a pass that trains: the facts of a loss and an optimizer, beside those of table and model."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ class TiedCopy(NamedTuple):
     """One copy of a tied weight.
 
     Attributes:
-      stage_copies: for every copy of its stage the device, and the position of the stage among the
+      stage_copies: device of every copy of its stage, and the position of the stage among the
         device's stages.
       place: its place in the packed weights.
       gradient: the place of its gradient.
@@ -58,9 +58,9 @@ class TrainingPass(PassSpec):
       loss: the program of the loss, see `jpipe.layers.loss.TracedLoss`.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       updates: the optimizer on each stage.
-      communication: what devices send. Without `overlap` all messages of a tick are sent after its compute, which is
+      communication: options of messages. Without `overlap` all messages of a tick leave after its compute, which is
         faster where devices share cores.
-      offload: what is in host memory; `activations` is the most microbatches of which a device keeps a stash.
+      offload: the parts in host memory; `activations` is the most microbatches of which a device keeps a stash.
     """
 
     loss: LayerProgram
@@ -75,7 +75,7 @@ class TrainingPass(PassSpec):
         return self._find_routes(self.stages.gradients)
 
     def counters(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The counters out of the arrays of a state, with the random key typed as a pass takes it."""
+        """Takes the counters out of the arrays of a state. The random key gets the type that a pass takes."""
         key = jax.random.wrap_key_data(arrays["key"], impl=self.key_impl)
         return {"round": arrays["round"], "started": arrays["started"], "key": key}
 
@@ -96,12 +96,12 @@ class TrainingPass(PassSpec):
 
     @property
     def state_table(self) -> Lowered:
-        """This table."""
+        """See `PassSpec`. It is this table."""
         return self.lowered
 
     @property
     def shares_updates(self) -> bool:
-        """Whether the replicas of a stage share its update: see `jpipe.stages.shares`."""
+        """True if the replicas of a stage share its update: see `jpipe.stages.shares`."""
         return any(update.replicas.number > 1 for update in self.updates.programs)
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class TrainingPass(PassSpec):
         return gradient_groups(self.updates.distinct, self.stages.accumulators.arrays)
 
     def first_gradient_compression(self) -> dict[str, Any]:
-        """What compression of gradients keeps, on one device before training; `{}` without."""
+        """The state of the compression of gradients, on one device before training; `{}` without."""
         R = self.lowered.num_chunks
         factors = self.stages.gradient_sums.first_factors(self.stages.factors, R)
         if factors:
@@ -127,9 +127,9 @@ class TrainingPass(PassSpec):
 
     @property
     def updates_in_every_tick(self) -> bool:
-        """Whether every tick runs `jpipe.engine.updates.update`, with or without a column to update.
+        """True if every tick runs `jpipe.engine.updates.update`, with or without a column to update.
 
-        What all updates exchange is a few numbers, and exchanging them in every tick costs less than a wait for the
+        All updates exchange a few numbers. To exchange them in every tick costs less than a wait for the
         host. Means over replicas, sums over copies and sums of tied gradients are large.
         """
         small = self.num_replicas == 1 and not self.stages.ties
@@ -230,13 +230,13 @@ class TrainingPass(PassSpec):
 
     @property
     def commits(self) -> bool:
-        """Whether copies of stages put their statistics together and then move mutable state."""
+        """True if copies of stages sum their statistics and then move mutable state."""
         return self.schedule.has_copies and any(
             update.statistics or (self.num_replicas > 1 and update.varying) for update in self.stages.mutable
         )
 
     def _message_codecs(self) -> dict[str, list]:
-        """Those of `PassSpec`, and of backwards."""
+        """The codecs of `PassSpec`, and those of backwards."""
         forwards = super()._message_codecs()
         return forwards | {
             "gradient" if inbox == "activation" else f"{inbox}.gradient": [

@@ -7,7 +7,7 @@ A message takes this way:
     `receive`: write it into its inbox              -> `inbox`
     operation of the target reads its slot of the inbox, and `arrived` decodes it
 
-What is between is the *wire*: see `jpipe.stages.codecs`.
+The encoded leaves in between are the *wire*: see `jpipe.stages.codecs`.
 """
 
 import functools
@@ -69,11 +69,11 @@ def move(
 
     Args:
       spec: the pass.
-      arrays: hold what is sent.
-      scalars: of the tick.
+      arrays: arrays with the outgoing messages.
+      scalars: the scalars of the tick.
       after: the operation: "forward" or "backward"; None: the channels that both feed, at the end
         of the tick.
-      late: of the channels: see `Channel.late`.
+      late: the kind of channels: see `Channel.late`.
 
     Returns:
       Channel -> the received message.
@@ -123,9 +123,9 @@ class MessageEnd(NamedTuple):
 
     Attributes:
       stage: the stage.
-      inbox: of the message.
-      codecs: of its leaves; if it has gradients, of the leaves of the activation that have one.
-      places: of what is sent, in the message.
+      inbox: the inbox of the message.
+      codecs: the codecs of its leaves; if it has gradients, of the leaves of the activation that have one.
+      places: the places of the wires in the message.
       first: number of the first leaf in the message.
     """
 
@@ -136,7 +136,7 @@ class MessageEnd(NamedTuple):
     first: int = 0
 
     def wires(self, read: TickArrays) -> list[list[jax.Array]]:
-        """What has arrived of each leaf."""
+        """The wires of each leaf that have arrived."""
         slot = [self.stage.scalars.slot(self.inbox)]
         places, wires = iter(self.places), []
         for codec in self.codecs:
@@ -155,13 +155,13 @@ class MessageEnd(NamedTuple):
         values: Sequence[jax.Array],
         arrived: Sequence[list[jax.Array]] = (),
     ) -> Written:
-        """Encodes values, and writes them to their places in the message that the lane sends.
+        """Encodes values, and writes them to their places in the lane's message.
 
         Args:
-          written: hold the messages that are sent, and in training what compressors keep.
+          written: arrays with the outgoing messages, and in training with the states of compressors.
           read: all other arrays.
           values: the leaves.
-          arrived: for gradients what has arrived of each leaf; `[]` each if no codec reads it.
+          arrived: for gradients the wires of each leaf that have arrived; `[]` each if no codec reads them.
         """
         states = read if "message_compression" in read else written
         kept: dict[str, Any] = dict(states.message_compression)
@@ -192,7 +192,7 @@ class MessageEnd(NamedTuple):
         return is_gradient(self.inbox)
 
     def _state(self, codec: LeafCodec, kept: Any) -> Any:
-        """The state of the compressor of a leaf; the first one if none is kept, as in evaluation with other shapes."""
+        """The state of a leaf's compressor: the first one if none is kept, as in evaluation with other shapes."""
         if kept is None:
             return codec.first_state(self._gradient)
         (chunk,) = self.stage.column("message_compression")(self.inbox)
@@ -280,7 +280,7 @@ def _is_sent(stage: StageContext, end: MessageEnd) -> bool:
 
 
 def wires_with_gradients(end: MessageEnd, read: TickArrays) -> list[list[jax.Array]]:
-    """What has arrived of each leaf with a gradient; `[]` each if it is not kept until the backward."""
+    """The wires of each leaf with a gradient; `[]` each if they are not kept until the backward."""
     codecs = end.codecs
     if not any(codec.compression.is_sparse for codec in codecs):
         return [[] for _ in with_gradients(codecs)]

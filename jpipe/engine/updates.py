@@ -47,11 +47,11 @@ def update(
     updates: jax.Array | bool,
     arrays: TickArrays,
 ) -> TickArrays:
-    """All updates of one tick.
+    """Runs all updates of one tick.
 
     Args:
       device: the device.
-      scalars: of the tick.
+      scalars: the scalars of the tick.
       updates: bool `[]`, whether any device updates in this tick. If not, no array changes.
       arrays: all arrays that an update reads or writes.
     """
@@ -104,7 +104,7 @@ def update(
 
 
 def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, jax.Array | int]:
-    """Whether a number, or -1, is among others, and its position there."""
+    """Returns whether a number, or -1, is among others, and its position there."""
     if len(numbers) == 1:
         return number == numbers[0], 0
     is_equal = number == np.array(numbers, np.int32)

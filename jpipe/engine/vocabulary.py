@@ -44,11 +44,11 @@ _COLUMN = 0
 
 
 def embed(device: Device, scalars: TickScalars, arrays: TickArrays, *, again: bool = False) -> TickArrays:
-    """The embedding of the microbatch that the first stage runs in this tick.
+    """Computes the embedding of the microbatch that the first stage runs in this tick.
 
     Args:
       device: the device.
-      scalars: of the tick.
+      scalars: the scalars of the tick.
       arrays: all arrays.
       again: whether it is the microbatch that the first stage runs backward, and its forward again.
     """
@@ -71,7 +71,7 @@ def embed(device: Device, scalars: TickScalars, arrays: TickArrays, *, again: bo
 
 
 def embed_backward(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
-    """The gradient of the embedding for the microbatch that the first stage runs backward in this tick."""
+    """Computes the gradient of the embedding for the microbatch that the first stage runs backward in this tick."""
     layer = device.spec.stages.vocabulary.embedding
     if layer is None:
         return arrays
@@ -95,7 +95,7 @@ def embed_backward(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
 
 
 def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
-    """The head and the loss of the microbatch whose forward the last stage has run in this tick."""
+    """Computes the head and the loss of the microbatch whose forward the last stage has run in this tick."""
     layer = device.spec.stages.vocabulary.head
     if layer is None:
         return arrays
@@ -133,7 +133,7 @@ def _collect_outputs(
     home: int,
     arrays: TickArrays,
 ) -> TickArrays:
-    """The head of a forward-only table, which collects its outputs."""
+    """Runs the head of a forward-only table, and collects its outputs."""
 
     def collect(written: Written, read: ReadOnly) -> Written:
         weights = _weights(device, layer, read, lane, "forward")
@@ -192,7 +192,7 @@ def _weights(
     lane: LaneScalars,
     weight_pass: str,
 ) -> list[jax.Array]:
-    """What the layer reads of its parameters: this device's part, or the whole."""
+    """The parameters that the layer reads: this device's part, or the whole."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     parts = packing.read_all(arrays, layer.places, [lane.row])
     parts = gathered_along_fsdp(layer.places, parts, device.spec.numbers.compute_dtype)
@@ -200,7 +200,7 @@ def _weights(
 
 
 def _add_gradients(device: TrainingDevice, layer: VocabularyLayer, gradients: Packed, values: Sequence) -> Packed:
-    """Adds the gradients of what the layer has read to this device's accumulators."""
+    """Adds the gradients of the layer's weights to this device's accumulators."""
     parts = [
         value if leaf.is_split else part_of(device, leaf, value)
         for leaf, value in zip(layer.leaves, values, strict=True)
@@ -251,7 +251,7 @@ def _head_outputs(device: Device, lane: LaneScalars, weights: Sequence, inputs: 
 
 
 def _gathered_logits(outputs: Any) -> Any:
-    """Outputs with whole logits in place of split ones."""
+    """Replaces split logits in outputs by whole ones."""
 
     def is_split(a: Any) -> bool:
         return isinstance(a, vocabulary.SplitLogits)
@@ -266,7 +266,7 @@ def _loss_and_gradients(
     weights: list[jax.Array],
     inputs: list[jax.Array],
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """The loss of a microbatch, its aux, and the gradients by what the head reads and by its inputs."""
+    """The loss of a microbatch, its aux, and the gradients by the head's weights and by its inputs."""
     stages = device.spec.stages
     batch = stages.values.constrained(microbatch_of(lane, device.batch))
     key = loss_key(device, lane)

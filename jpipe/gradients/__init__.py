@@ -1,1 +1,1 @@
-"""What the gradient of a parameter is summed in over the microbatches of a minibatch: see `jpipe.gradients.sums`."""
+"""Sums of the gradient of a parameter over the microbatches of a minibatch: see `jpipe.gradients.sums`."""

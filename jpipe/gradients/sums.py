@@ -1,4 +1,4 @@
-"""Sums of gradients: what the gradient of each parameter is summed in over the microbatches of a minibatch.
+"""Sums of gradients: forms in which the gradient of a parameter is summed over the microbatches of a minibatch.
 
 A sum says which leaves it has, how it takes up a microbatch, how the gradient follows from its leaves, and what it
 begins with:
@@ -33,13 +33,13 @@ the others.
 
 
 class Microbatch(NamedTuple):
-    """What a sum must know of the microbatch that it takes up.
+    """The facts of a microbatch that a sum needs.
 
     Attributes:
-      number: int32 `[]`, of the microbatch in its minibatch.
-      num_microbatches: of a minibatch.
+      number: int32 `[]`, the number of the microbatch in its minibatch.
+      num_microbatches: the number of microbatches of a minibatch.
       scale: `[]`, the loss scale, or None.
-      mean: of a tree over the replicas along "data".
+      mean: function that averages a tree over the replicas along "data".
     """
 
     number: jax.Array
@@ -49,7 +49,7 @@ class Microbatch(NamedTuple):
 
 
 class GradientSum(abc.ABC):
-    """What the gradient of one parameter is summed in."""
+    """The sum of the gradient of one parameter."""
 
     group: str
     """`SUMS` or `FACTORS`."""
@@ -57,11 +57,11 @@ class GradientSum(abc.ABC):
     @property
     @abc.abstractmethod
     def leaves(self) -> list[Leaf]:
-        """What it keeps."""
+        """The leaves that the sum keeps."""
 
     @abc.abstractmethod
     def avals(self, gradient: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
-        """What the update reads of it in place of a gradient of this shape and dtype."""
+        """The values that the update reads in place of a gradient of this shape and dtype."""
 
     @abc.abstractmethod
     def gradient(self, values: Sequence[jax.Array], like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -85,7 +85,7 @@ class PlainSum(GradientSum):
         return [self.leaf]
 
     def term(self, gradient: jax.Array | Product) -> jax.Array:
-        """What the gradient of a microbatch adds to the sum."""
+        """The value that the gradient of a microbatch adds to the sum."""
         return gradient.gradient() if isinstance(gradient, Product) else gradient
 
     def avals(self, gradient: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
@@ -112,7 +112,7 @@ class FactoredSum(GradientSum):
 
     Attributes:
       compressor: updates the factors.
-      form: how the gradient follows from a product `[a, b]`.
+      form: the function from a product `[a, b]` to the gradient.
     """
 
     compressor: StreamingPCA
@@ -136,11 +136,11 @@ class FactoredSum(GradientSum):
         return self.form.gradient(Factors(x.T, d.T, sigma).matrix())
 
     def add(self, values: Sequence[jax.Array], product: Product, microbatch: Microbatch) -> list[jax.Array]:
-        """The leaves after a microbatch.
+        """Returns the leaves after a microbatch.
 
         Args:
           values: x, d and sigma before it.
-          product: what the microbatch contributes to the minibatch's gradient, with loss scale.
+          product: the contribution of the microbatch to the minibatch's gradient, with loss scale.
           microbatch: the microbatch.
         """
         x, d, sigma = values
@@ -163,11 +163,11 @@ class FactoredSum(GradientSum):
 
 
 class PlacedSum(NamedTuple):
-    """A sum, and where its leaves lie in packed arrays of its group.
+    """A sum, and the places of its leaves in packed arrays of its group.
 
     Attributes:
       sum: the sum.
-      places: of its leaves; leaf i of a place belongs to layer i of a run.
+      places: the places of its leaves; leaf i of a place belongs to layer i of a run.
     """
 
     sum: GradientSum
@@ -181,11 +181,11 @@ def places_of(sums: Iterable[PlacedSum]) -> list[Place]:
 
 @dataclasses.dataclass(frozen=True)
 class GradientSums:
-    """Which gradients are summed in what.
+    """The choice of a sum for each gradient.
 
     Attributes:
-      compressor: of gradients that are products; None: all are summed as they are.
-      dtype: in which gradients of parameters of fewer bits are summed; None: in the dtype of the parameter.
+      compressor: the compressor of gradients that are products; None: all are summed as they are.
+      dtype: dtype of sums of gradients of parameters of fewer bits; None: the dtype of the parameter.
     """
 
     compressor: StreamingPCA | None = None
@@ -199,7 +199,7 @@ class GradientSums:
         Args:
           program: the layer.
           parameters: its parameters.
-          tied: numbers of those that are tied: their gradients are sums of several, and are formed.
+          tied: numbers of the tied parameters. Their gradients are sums of several, and are formed.
         """
         sums: list[GradientSum] = []
         for j, (leaf, form) in enumerate(zip(parameters, program.products, strict=True)):
@@ -274,7 +274,7 @@ def add(
     as_stored: Callable[[Sequence[Place], Sequence[jax.Array]], list[jax.Array]],
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
-    """Packed sums that have taken up the gradients of a microbatch.
+    """Adds the gradients of a microbatch to packed sums.
 
     Args:
       arrays: packed leaves of sums.
@@ -284,7 +284,7 @@ def add(
       i: row of the places.
       microbatch: the microbatch; None if all sums are plain.
       as_stored: gradients at their places, split as these.
-      joined: as in `jpipe.packing.write_all`.
+      joined: see `jpipe.packing.write_all`.
     """
     plain: list[tuple[Place, jax.Array]] = []
     for (gradient_sum, places), value in zip(sums, values, strict=True):
