@@ -1,1 +1,1 @@
-"""From a table to integers: operations, rings, channels, and the scalars of every tick."""
+"""Lowering of a table to integers: operations, rings, channels, and the scalars of every tick."""

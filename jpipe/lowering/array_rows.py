@@ -1,4 +1,4 @@
-"""Which rows the arrays of packed leaves have on a device.
+"""The rows of the arrays of packed leaves on a device.
 
 The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
 mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in
@@ -21,11 +21,11 @@ from jpipe.packing import Packing
 
 
 def used_arrays(pack: Packing, owner_of_stage: Sequence[int]) -> list[set[str]]:
-    """For each stage, then for each unit, the names of the arrays of a packing that hold leaves of it.
+    """Names of the arrays of a packing that hold leaves of each stage, then of each unit.
 
     Args:
       pack: the packing. Its owners after those of stages are units of vocabulary layers.
-      owner_of_stage: for each stage the owner that stands for it.
+      owner_of_stage: the owner that stands for each stage.
     """
     arrays_of_owners = [{place.array for place in places} for places in pack.places]
     return [arrays_of_owners[o] for o in owner_of_stage] + arrays_of_owners[max(owner_of_stage) + 1 :]
@@ -40,7 +40,7 @@ class ArrayRows:
       num_rows: R.
       tables: name of an array -> int32 `[D, R]`, its own row for each of the R rows; -1 where the stage does not use
         it. An array without an entry has R rows, because on some device all stages use it.
-      unit_rows: name of an array of a unit -> how many rows it has.
+      unit_rows: name of an array of a unit -> number of its rows.
     """
 
     num_devices: int
@@ -109,8 +109,15 @@ class ArrayRows:
         num_rows: int,
         rows_per_unit: Sequence[int] = (),
     ) -> "ArrayRows":
-        """The same; `rows` has for each stage, and each of its copies, the device and its rows there, of R, and
-        `rows_per_unit` for each unit how many it has.
+        """The rows of arrays, from the rows of stages and units; see `per_stage`.
+
+        Args:
+          lowered: the table.
+          arrays: their names.
+          used: see `used_arrays`.
+          rows: for each stage and each of its copies the device, and the rows of the stage there.
+          num_rows: R.
+          rows_per_unit: number of rows of each unit.
         """
         num_devices, tables = lowered.schedule.num_devices, {}
         unit_rows = {name: n for names, n in zip(used[len(rows) :], rows_per_unit) for name in names}
@@ -127,7 +134,7 @@ class ArrayRows:
         return cls(num_devices, num_rows, tables, unit_rows)
 
     def number(self, name: str) -> int:
-        """How many rows an array has."""
+        """Number of rows of an array."""
         return self._numbers.get(name, self.num_rows)
 
     @functools.cached_property
@@ -141,7 +148,7 @@ class ArrayRows:
         return row if table is None else int(table[device, row])
 
     def rows(self, name: str, device: int, rows: slice) -> slice:
-        """The same for the rows of a stage that uses the array. They follow each other."""
+        """The rows of an array for the rows of a stage that uses it. They follow each other."""
         first = self.row(name, device, rows.start)
         return slice(first, first + rows.stop - rows.start)
 

@@ -1,4 +1,4 @@
-"""Messages as permutations of devices: which channel carries which message.
+"""Messages as permutations of devices: the choice of a channel for each message.
 
 A collective costs more than the bytes that it moves, so messages share as few channels as possible.
 One channel is one permutation of devices, and one `ppermute` per tick in the engine.
@@ -19,7 +19,7 @@ from jpipe.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """One kind of message: who sends it, and who receives it.
+    """A kind of message, with its senders and receivers.
 
     Attributes:
       inbox: name of the ring that stores the message on arrival.
@@ -80,7 +80,7 @@ class Channel:
 
     @property
     def late(self) -> bool:
-        """Whether a message leaves in the tick after the one that computes it, before the tick's forwards.
+        """True if a message leaves in the tick after the one that computes it, before the tick's forwards.
 
         The message of a backward then travels while forwards run. A message that stays on its device then goes from
         where it was written to its inbox: if it were kept as a received one, too, XLA would copy it in every tick.
@@ -90,16 +90,16 @@ class Channel:
 
 
 class _Messages(NamedTuple):
-    """All messages of a route, in the order of ticks, devices and lanes; one entry of every array for each.
+    """The messages of a route, in the order of ticks, devices and lanes; one entry of every array for each.
 
     Attributes:
-      inbox: of the route.
-      tick: in which the message is sent.
+      inbox: the inbox of the route.
+      tick: the tick that sends the message.
       source: the device that sends it.
       target: the device that receives it.
       output: position in `Lowered.outgoing`.
-      column: that reads the message.
-      position: of the microbatch in that column's order.
+      column: the column that reads the message.
+      position: the position of the microbatch in that column's order.
     """
 
     inbox: str
@@ -111,7 +111,7 @@ class _Messages(NamedTuple):
     position: np.ndarray
 
     def only(self, which: np.ndarray) -> "_Messages":
-        """Some of the messages."""
+        """The messages that `which` selects."""
         return _Messages(self.inbox, *(values[which] for values in self[1:]))
 
 
@@ -134,7 +134,7 @@ class _OpenChannel:
         self.messages: list[_Messages] = []
 
     def takes(self, tick: int, source: int, target: int) -> bool:
-        """Whether the channel can carry one more message and still be a permutation. If so, it does."""
+        """Takes one more message if the channel then still is a permutation. Returns whether it does."""
         sent = tick * self._num_devices + source
         received = tick * self._num_devices + target
         if (
@@ -229,7 +229,7 @@ def _messages(
     route: Route,
     outgoing: Sequence[tuple[str, int]],
 ) -> _Messages:
-    """All messages of a route; arguments of `assign_channels`."""
+    """The messages of a route. For the arguments see `assign_channels`."""
     target_of = np.full(schedule.num_stages, -1)
     target_of[list(route.target)] = list(route.target.values())
     sends = operations[route.operation]

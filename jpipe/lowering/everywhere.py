@@ -1,4 +1,4 @@
-"""Operations that all devices run together, in the ticks in which one stage runs one of its own.
+"""Operations that all devices run together, in the ticks in which one stage runs an operation of the table.
 
 Letters: T ticks, D devices.
 """
@@ -14,7 +14,7 @@ from jpipe.schedule import Schedule
 
 
 class Follows(NamedTuple):
-    """When all devices run an operation.
+    """The time at which all devices run an operation.
 
     Attributes:
       operation: the operation of the table that it follows: "forward", "backward" or "update".
@@ -26,8 +26,8 @@ class Follows(NamedTuple):
 
 
 def ticks_before_update(schedule: Schedule, cells: np.ndarray, home: int) -> int:
-    """How many ticks before the update with a minibatch a stage has the first microbatch of the next one; negative:
-    after it.
+    """Number of ticks from a stage's first microbatch of a minibatch to its update with the minibatch before; negative
+    if the update comes first.
 
     Args:
       schedule: the table, which is always full.
@@ -39,7 +39,7 @@ def ticks_before_update(schedule: Schedule, cells: np.ndarray, home: int) -> int
 
 
 def head_after_update(schedule: Schedule) -> bool:
-    """Whether a head that all devices run comes after the update of a tick, and not before the backward.
+    """Returns whether a head that all devices run comes after the update of a tick, and not before the backward.
 
     It takes its gradient in the tick of its forward. Where the last stage begins a minibatch in the tick in which it
     updates with the one before, this gradient belongs to the next update. The weights of the forward are still there,
@@ -56,8 +56,8 @@ def everywhere(operations: Mapping[str, Operations], together: Mapping[str, Foll
     On every device they have the scalars of the home's operation: its microbatch, version and slots.
 
     Args:
-      operations: of the table.
-      together: name of each operation -> what it follows. Those that the table never runs are left out.
+      operations: the operations of the table.
+      together: name of each operation -> the operation that it follows. Those that the table never runs are left out.
     """
     return {
         name: _on_all_devices(operations[follows.operation], follows.home)

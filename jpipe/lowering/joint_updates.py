@@ -8,7 +8,7 @@ from jpipe.schedule import IDLE, Schedule
 
 
 def joint_updates(schedule: Schedule) -> Schedule:
-    """A synchronous table with all updates in the tick of the last one; another table as it is.
+    """Moves all updates of a synchronous table to the tick of the last one. Another table stays as it is.
 
     A norm over all stages, and a weight that stages share, need the gradients of all stages. A table may update a stage
     before another stage has its gradient. A synchronous table reads the new weights in the next round at the earliest,

@@ -66,18 +66,18 @@ class Lowered:
       channels: the channels.
       outgoing: (inbox, lane) of each output that a device may send.
       rings: name -> ring.
-      num_chunks: the most stages on any device.
-      homes: for each unit of layers that all devices update together the stage whose updates it follows.
-      copies: for each stage the device of every copy, and the position of the stage among the
+      num_chunks: the largest number of stages on any device.
+      homes: for each unit of layers that all devices update together: the stage whose updates it follows.
+      copies: device of every copy of each stage, and position of the stage among the
         device's stages.
       num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
-      rows: where the versions of weights are.
-      num_batches: how many of the latest minibatches are read, including the minibatch of this
+      rows: the rows of the versions of weights.
+      num_batches: number of the latest minibatches that are read, including the minibatch of this
         round.
       head_after_update: whether a head that all devices run comes after the update of a tick.
-      num_weights: of how many of the latest minibatches the weight is read, which divides the sums of the loss; 0 if
+      num_weights: number of the latest minibatches whose weight is read, which divides the sums of the loss; 0 if
         the loss is a mean.
-      norms: which gradients norms over all stages count; None in forward-only tables.
+      norms: the gradients that norms over all stages count; None in forward-only tables.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       target: facts of the platform.
     """
@@ -109,12 +109,12 @@ class Lowered:
 
     @property
     def placement(self) -> tuple[tuple[int, int], ...]:
-        """For each stage the device and the position of its copy 0."""
+        """Device and position of copy 0 of each stage."""
         return tuple(stage_copies[0] for stage_copies in self.copies)
 
     @property
     def owner_homes(self) -> tuple[int, ...]:
-        """For each of `Stages.owners` the stage with whose operations it updates."""
+        """The stage that each of `Stages.owners` updates with."""
         return (*range(len(self.copies)), *self.homes)
 
     @property
@@ -125,7 +125,7 @@ class Lowered:
 
     @property
     def phases(self) -> list[TickRange]:
-        """The table cut into ticks with forwards and ticks without, if no backward runs before the last forward.
+        """Cuts the table into ticks with forwards and ticks without, if no backward runs before the last forward.
 
         So a table like GPipe's is two loops, neither of which has branches or messages for operations of the other.
         """
@@ -149,12 +149,12 @@ class Lowered:
 
     @property
     def spills(self) -> dict[str, Spill]:
-        """Ring -> what it sends to host memory, and fetches."""
+        """Ring -> its traffic with host memory."""
         return {n: ring.spill for n, ring in self.rings.items() if ring.spill}
 
     @property
     def num_slots(self) -> dict[str, int]:
-        """Ring -> slots on every device."""
+        """Ring -> number of slots on every device."""
         return {name: ring.num_slots for name, ring in self.rings.items()}
 
 
@@ -178,7 +178,7 @@ def lower(
       overlap: whether messages of forwards and messages of backwards travel at different times, and
         therefore never share a channel.
       target: facts of the platform.
-      together: name of each operation that all devices run together -> what it follows.
+      together: name of each operation that all devices run together -> the operation that it follows.
       stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
         keeps all.
       reads_stale: whether updates read the weights that their gradients were computed at.
@@ -232,7 +232,7 @@ def lower(
 
 
 def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
-    """`[C]` newest versions between rounds, and the last tick of any microbatch of a round."""
+    """Newest versions between rounds, `[C]`, and the last tick of any microbatch of a round."""
     if schedule.forward_only:
         return np.zeros(schedule.num_columns, int), schedule.num_ticks - 1
     updated = schedule.update_ticks()
@@ -241,7 +241,7 @@ def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
 
 
 def kept_minibatches(schedule: Schedule, backwards: bool) -> int:
-    """How many of the latest minibatches the first and the last stage read, with this round's.
+    """Number of the latest minibatches that the first and the last stage read, with this round's.
 
     Args:
       schedule: the table.
@@ -253,7 +253,7 @@ def kept_minibatches(schedule: Schedule, backwards: bool) -> int:
 
 
 def kept_weights(schedule: Schedule, head: bool) -> int:
-    """Of how many of the latest minibatches the gradient of the loss is taken, with this round's.
+    """Number of the latest minibatches whose loss still has a gradient to take, with this round's.
 
     Args:
       schedule: the table.
@@ -264,7 +264,7 @@ def kept_weights(schedule: Schedule, head: bool) -> int:
 
 
 def _num_minibatches(schedule: Schedule, cells: np.ndarray) -> int:
-    """How many of the latest minibatches have a microbatch in some cells, with this round's."""
+    """Number of the latest minibatches that have a microbatch in some cells, with this round's."""
     oldest = int(cells[cells != IDLE].min(initial=0))
     return 1 - oldest // schedule.num_microbatches
 
@@ -273,7 +273,7 @@ def _num_minibatches(schedule: Schedule, cells: np.ndarray) -> int:
 
 
 def _chunks(schedule: Schedule) -> np.ndarray:
-    """`[C]`: position of each column's stage among its device's stages, in order of stage."""
+    """Position of each column's stage among its device's stages, in order of stage, `[C]`."""
     chunk = np.zeros(schedule.num_columns, int)
     for d in range(schedule.num_devices):
         columns = np.flatnonzero(schedule.device == d)
@@ -282,7 +282,7 @@ def _chunks(schedule: Schedule) -> np.ndarray:
 
 
 def _positions(schedule: Schedule) -> np.ndarray:
-    """`[N, C]`: rank of each microbatch in its column's order of forwards; else anything."""
+    """Rank of each microbatch in its column's order of forwards, `[N, C]`; any number without a forward."""
     ticks = schedule.forward_ticks()
     never = np.iinfo(ticks.dtype).max
     order = np.where(ticks == IDLE, never, ticks).argsort(axis=0, kind="stable")
@@ -290,7 +290,7 @@ def _positions(schedule: Schedule) -> np.ndarray:
 
 
 def mixes_minibatches(schedule: Schedule, stage: int) -> bool:
-    """Whether copies of a stage run forwards of two minibatches in turn.
+    """Returns whether copies of a stage run forwards of two minibatches in turn.
 
     Their statistics would be added up, so no layer of the stage may have mutable state.
     """

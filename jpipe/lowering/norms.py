@@ -1,4 +1,4 @@
-"""Which gradients of other stages an update counts in norms over all stages.
+"""The gradients of other stages that an update counts in norms over all stages.
 
 Stages of an asynchronous table update at different ticks. An update of version v counts the gradient of every
 stage that the stage has applied last by the end of that tick, but never one of a version after v. So the norm is
@@ -17,14 +17,14 @@ from jpipe.schedule import IDLE, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class NormTable:
-    """What norms over all stages read.
+    """The entries of a table for norms over all stages.
 
     Attributes:
       offset: int `[S, S]`, at most 0: an update of version v of stage i counts the gradient of version v + offset[i, j]
         of stage j.
       together: bool `[S, S]`, whether the updates of version v of stages i and j are in one tick. Then a gradient that
         is not finite on one makes both skip their updates.
-      depth: versions of which a squared norm is kept.
+      depth: number of versions whose squared norm is kept.
       reporter: int `[T]`, the stage whose norm is reported of each tick, -1 where nothing updates.
     """
 
@@ -54,6 +54,6 @@ def norm_table(schedule: Schedule) -> NormTable:
 
 
 def _newest(schedule: Schedule) -> np.ndarray:
-    """int `[S, S]`: the newest version of stage j by the end of the tick in which stage i writes version 1."""
+    """The newest version of stage j by the end of the tick in which stage i writes version 1, int `[S, S]`."""
     written = schedule.update_ticks()[schedule.column_of_stage]
     return (written[:, None] - written[None]) // schedule.num_ticks + 1

@@ -1,4 +1,4 @@
-"""Which operation a device runs in each tick, on which stage and which microbatch.
+"""The operation that a device runs in each tick, with its stage and its microbatch.
 
 Letters: T ticks, D devices, C columns, N microbatches.
 """
@@ -44,7 +44,7 @@ def all_operations(
     position: np.ndarray,
     num_in_column: np.ndarray,
 ) -> dict[str, Operations]:
-    """All kinds of operations."""
+    """Returns all kinds of operations."""
     update = _in_every_copy(schedule, schedule.update)
     cells_and_versions = {
         "forward": (schedule.forward, schedule.forward_version),
@@ -116,7 +116,7 @@ def _operations(
 
 
 def commit_cells(schedule: Schedule) -> np.ndarray:
-    """`[T, C]`, the minibatches whose forwards a stage has finished by the end of a tick.
+    """The minibatches whose forwards a stage has finished by the end of a tick, `[T, C]`.
 
     Then the copies of the stage add up their statistics and move the mutable state. A minibatch
     is named by the version that its update writes. Without copies the last forward moves the
@@ -131,7 +131,7 @@ def commit_cells(schedule: Schedule) -> np.ndarray:
 
 
 def _weight_grad_version(schedule: Schedule) -> np.ndarray:
-    """`[T, C]`: a weight gradient reads the version that its input gradient read."""
+    """The version that a weight gradient reads, `[T, C]`: that of its input gradient."""
     version = np.full(schedule.weight_grad.shape, IDLE, np.int64)
     read = schedule.backward_versions()
     t, c = np.nonzero(schedule.weight_grad != IDLE)
@@ -141,7 +141,7 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
 
 
 def _in_every_copy(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
-    """`cells` in the first column of every copy, and `IDLE` in the others."""
+    """Puts `cells` in the first column of every copy, and `IDLE` in the others."""
     result = np.full_like(cells, IDLE)
     first = [c for c, *_ in itertools.chain(*schedule.columns_of_copies)]
     result[:, first] = cells[:, first]

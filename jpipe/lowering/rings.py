@@ -1,4 +1,4 @@
-"""Rings: where a device keeps the values that its stages need in later ticks.
+"""Rings: places where a device keeps the values that its stages need in later ticks.
 
 A value lives from the tick that writes it to the tick that reads it last. Two values of a device
 share a slot if they do not live at the same time. All columns of a device share its slots.
@@ -39,11 +39,11 @@ class Ring:
 
     Attributes:
       num_slots: K, slots on every device.
-      slots: for each column its slots, in the order in which its microbatches take them. The
+      slots: the slots of each column, in the order in which its microbatches take them. The
         microbatch at position p of the column's order, which counts on over all rounds, takes
         `slots[column][p % len(slots[column])]`. Empty: the column does not use the ring.
-      read_slots: the same for operations that read. None: they find a microbatch where it was written.
-      spill: what is in host memory in the meantime, or None.
+      read_slots: the slots for operations that read. None: they find a microbatch where it was written.
+      spill: the part in host memory in the meantime, or None.
       in_tick: whether every value is read last in the tick that writes it.
     """
 
@@ -54,7 +54,7 @@ class Ring:
     in_tick: bool = False
 
     def depth(self, column: np.ndarray) -> np.ndarray:
-        """The number of positions after which a column's slots repeat, at least 1."""
+        """Number of positions after which a column's slots repeat, at least 1."""
         return np.array([max(len(slots), 1) for slots in self.slots])[column]
 
     def offset(self, column: np.ndarray) -> np.ndarray:
@@ -130,9 +130,9 @@ def _spilled(
       schedule: the table.
       position: int `[N, C]`, rank of each microbatch in its column's order.
       num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
-      rings: with slots for all microbatches.
+      rings: the rings with slots for all microbatches.
       lifetimes: ring -> first and last tick.
-      num_slots: on every device.
+      num_slots: number of slots on every device.
 
     Raises:
       ValueError: if the table needs more slots.
@@ -174,7 +174,7 @@ def _spilled(
 
 
 def _slots_to_fill(num_in_column: np.ndarray, used: np.ndarray) -> list[np.ndarray]:
-    """For each column a slot, still 0, for each of its microbatches; none if the column does not use the ring."""
+    """Slots of each column, all 0, one for each of its microbatches; none if the column does not use the ring."""
     return [np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)]
 
 
@@ -186,7 +186,7 @@ def _shared_slots(
     last: np.ndarray,
     used: np.ndarray,
 ) -> Ring:
-    """Slots that all columns of a device share; all arrays but `num_in_column` are `[N, C]`."""
+    """Assigns slots that all columns of a device share. All arrays but `num_in_column` are `[N, C]`."""
     num_slots = 0
     slots = _slots_to_fill(num_in_column, used)
     for d in range(schedule.num_devices):
@@ -218,7 +218,7 @@ def _slots_of_columns(
     last: np.ndarray,
     used: np.ndarray,
 ) -> Ring:
-    """Slots of each column apart; all arrays but `num_in_column` are `[N, C]`."""
+    """Assigns slots of each column apart. All arrays but `num_in_column` are `[N, C]`."""
     next_slot = np.zeros(schedule.num_devices, int)
     slots = [np.zeros(0, int)] * schedule.num_columns
     for c in np.argsort(schedule.stage, kind="stable"):
@@ -265,7 +265,7 @@ def _lifetimes(
 
 
 def _last_stage_lifetimes(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """First and last tick `[N, C]` of what the last stage keeps from its forward to its backward."""
+    """First and last tick `[N, C]` of the values that the last stage keeps from its forward to its backward."""
     is_last = schedule.stage == schedule.num_stages - 1
     ticks = schedule.forward_ticks(), schedule.backward_ticks()
     first, last = (np.where(is_last, t, IDLE) for t in ticks)
@@ -279,7 +279,7 @@ def _least_modulus(
     first: np.ndarray,
     last: np.ndarray,
 ) -> int:
-    """The smallest K at which microbatches whose positions agree modulo K are never alive together.
+    """The smallest K at which microbatches whose positions agree modulo K never live together.
 
     Args:
       num_microbatches: N, microbatches of a minibatch that the column runs.

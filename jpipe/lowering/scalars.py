@@ -1,4 +1,4 @@
-"""The scalars of a tick: which program runs, on which microbatch and version, in which slots.
+"""The scalars of a tick: its programs, microbatches, versions and slots.
 
 Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of
 the compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the
@@ -38,7 +38,7 @@ StageConstants: TypeAlias = Mapping[ScalarName, np.ndarray]
 
 
 class ScalarTable:
-    """All scalars of all ticks and devices, by name, while a table is filled in and afterwards.
+    """The scalars of all ticks and devices, by name, while a table is filled in and afterwards.
 
     The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s
     microbatches came before round 0. A *cyclic* scalar is that value modulo `modulus`, plus
@@ -87,7 +87,7 @@ class ScalarTable:
             self._guarded[name] = tuple(entries)
 
     def constant(self, name: ScalarName, ticks: range) -> int | None:
-        """The value of a scalar in some ticks; None if it is not the same in all of them, on all devices and in all
+        """The value of a scalar in some ticks; None if it differs between these ticks, between devices or between
         rounds.
         """
         if name not in self._plain:
@@ -102,7 +102,7 @@ class ScalarTable:
         return None if program == -1 else program
 
     def _rounds_differ(self) -> bool:
-        """Whether cyclic scalars differ in what a round adds to them."""
+        """True if a round adds different numbers to cyclic scalars."""
         return any(rounds.ndim for *_, rounds, _ in self._cyclic.values())
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class ScalarTable:
         return {name: i for i, name in enumerate(names)}
 
     def index_of_lanes(self, operation: str, field: tuple) -> np.ndarray:
-        """int32 `[lanes]`: position of a field of each lane of an operation in the vector of a tick."""
+        """Position of a field of each lane of an operation in the vector of a tick, int32 `[lanes]`."""
         positions = [
             self.index[operation, lane, *field]
             for lane in itertools.takewhile(lambda lane: (operation, lane, *field) in self.index, itertools.count())
@@ -121,7 +121,7 @@ class ScalarTable:
 
     @property
     def _parts(self) -> dict[str, tuple[Mapping[ScalarName, tuple], int]]:
-        """What the rows hold one after the other: a kind of scalars, and which entry of their descriptions."""
+        """The parts of the rows, in order: a kind of scalars, and an entry of their descriptions."""
         parts: dict[str, tuple[Mapping[ScalarName, tuple], int]] = {
             "plain": (self._plain, 0),
             "cyclic": (self._cyclic, 0),
@@ -137,7 +137,7 @@ class ScalarTable:
 
     @property
     def rows_shape(self) -> tuple[int, int, int]:
-        """D, T, and the integers that describe the scalars of a tick."""
+        """D, T, and the number of integers that describe the scalars of a tick."""
         num_ticks, num_devices = self._shape
         width = sum(len(scalars) for scalars, _ in self._parts.values())
         return num_devices, num_ticks, width
@@ -160,7 +160,7 @@ class ScalarTable:
         num_entered: jax.Array | int,
         num_microbatches: int,
     ) -> jax.Array:
-        """All scalars of all ticks on one device, int32 `[T, F]`.
+        """Computes all scalars of all ticks on one device, int32 `[T, F]`.
 
         Args:
           rows: int32 `[T, integers]`, of the device: see `rows`.
@@ -201,9 +201,9 @@ class TickScalars:
     """The scalars of one tick on one device.
 
     Attributes:
-      table: which scalar is stored where.
+      table: the place of each scalar.
       values: int32 `[F]`.
-      ticks: it is one of these, as far as it is known when the step is traced; None: of any.
+      ticks: the ticks of which this is one, as far as they are known when the step is traced; None: any.
     """
 
     table: ScalarTable
@@ -211,16 +211,16 @@ class TickScalars:
     ticks: range | None = None
 
     def lane(self, operation: str, lane: int | jax.Array) -> "LaneScalars":
-        """The scalars of one lane of an operation; the lane may be known in the program only."""
+        """The scalars of one lane of an operation. The lane may be known in the program only."""
         return LaneScalars(self, operation, lane)
 
     def spill(self, ring: str) -> "SpillScalars":
-        """The scalars of what a ring sends to host memory, and fetches."""
+        """The scalars of a ring's traffic with host memory."""
         return SpillScalars(self, ring)
 
     @property
     def updates(self) -> jax.Array:
-        """Whether any device updates in the tick, bool `[]`; the same on all devices."""
+        """bool `[]`, whether any device updates in the tick; the same on all devices."""
         return self.get("updates") == 1
 
     @property
@@ -233,7 +233,7 @@ class TickScalars:
         return ChannelScalars(self, number)
 
     def get(self, *name: str | int) -> jax.Array:
-        """One scalar, int32 `[]`. Called in the body of a loop, it is read in the loop."""
+        """Reads one scalar, int32 `[]`. In the body of a loop, it reads the scalar in the loop."""
         return lax.index_in_dim(self.values, self.table.index[name], keepdims=False)
 
 
@@ -262,14 +262,14 @@ class LaneScalars:
 
     @property
     def only_program(self) -> int | None:
-        """See `ScalarTable.only_program`; None also if the tick is not known."""
+        """See `ScalarTable.only_program`. The result is None also if the tick is not known."""
         if self.tick.ticks is None or not isinstance(self.lane, int):
             return None
         return self.tick.table.only_program(self.operation, self.lane, self.tick.ticks)
 
     @property
     def branch(self) -> jax.Array | int:
-        """The program as the number of a branch: a Python integer if all devices run it."""
+        """The number of the program's branch: a Python integer if all devices run it."""
         only = self.only_program
         return self.program if only is None else only
 
@@ -280,7 +280,7 @@ class LaneScalars:
 
     @property
     def is_of_column(self) -> bool:
-        """Whether it runs a column of the table, and not layers that all devices run together."""
+        """True if it runs a column of the table, and not layers that all devices run together."""
         return self.operation in OF_COLUMNS
 
     @property
@@ -367,7 +367,7 @@ class ChannelScalars:
 
     @property
     def sends(self) -> jax.Array:
-        """Whether any device sends, bool `[]`; the same on all devices."""
+        """bool `[]`, whether any device sends; the same on all devices."""
         return self.tick.get("channel", self.number, "sends") == 1
 
     @property
@@ -417,12 +417,12 @@ def scalar_table(
     rows: VersionRows,
     newest: bool,
 ) -> ScalarTable:
-    """The scalars of a lowered table; `LaneScalars` and `ChannelScalars` say what each means.
+    """The scalars of a lowered table. `LaneScalars` and `ChannelScalars` describe each.
 
     Args:
       lowered: the table.
-      constants_of_operations: for each operation its constants of stages; ("program",) is needed.
-      rows: where the versions of weights are.
+      constants_of_operations: operation -> its constants of stages; ("program",) is needed.
+      rows: the rows of the versions of weights.
       newest: whether the newest versions are read instead of the table's.
     """
     schedule = lowered.schedule
@@ -472,7 +472,7 @@ def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
 
 
 def _is_per_minibatch(operation: str) -> bool:
-    """Whether an operation is one of a whole minibatch, not of a microbatch."""
+    """Returns whether an operation runs on a whole minibatch, not on a microbatch."""
     return operation == "commit" or operation.startswith("update")
 
 
@@ -561,13 +561,13 @@ def _add_slot(
     """Adds the slot of a microbatch in a ring.
 
     Args:
-      table: is filled in.
+      table: the table to fill in.
       lowered: the table.
       name: name of the scalar.
       ring_name: name of the ring.
       column: int `[T, D]`; -1: none, and the slot is the one after the last, which nobody reads.
       position: int `[T, D]`, of the microbatch in the column's order.
-      reads: whether the slot is that of an operation that reads what a forward has written.
+      reads: whether the slot is that of an operation that reads the values of a forward.
     """
     ring, nothing = lowered.rings[ring_name], column < 0
     if lowered.schedule.drains or ring.spill is not None:

@@ -43,11 +43,11 @@ SHORTEST = 3
 
 @dataclasses.dataclass(frozen=True)
 class Spill:
-    """What a ring sends to host memory, and what it fetches, int `[T, D]` each; -1: nothing.
+    """The transfers of a ring to and from host memory, int `[T, D]` each; -1: nothing.
 
     Attributes:
       num_slots: H, slots in host memory.
-      spilled: bool `[N, C]`, whose stashes go there.
+      spilled: bool `[N, C]`, the microbatches whose stashes go there.
       leaves: the slot that is copied to the staging slot at the end of the tick.
       stores: the slot in host memory that takes the staging slot.
       loads: the slot in host memory that comes to the device.
@@ -76,7 +76,7 @@ class Stash(NamedTuple):
     last: int
 
     def intervals(self, spilled: bool) -> list[tuple[int, int]]:
-        """When it is in slots of the device, first and last half tick: 2 t computes, 2 t + 1 is the end of tick t."""
+        """Intervals in slots of the device, first and last half tick: 2 t computes, 2 t + 1 is the end of tick t."""
         if not spilled:
             return [(2 * self.first, 2 * self.last)]
         return [
@@ -86,15 +86,15 @@ class Stash(NamedTuple):
 
     @property
     def away(self) -> tuple[int, int]:
-        """The half ticks between these two intervals, first and last: when it is in host memory, if it goes there."""
+        """The half ticks between these two intervals, first and last: its time in host memory, if it goes there."""
         return 2 * self.first + 2, 2 * self.back - 2
 
 
 def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int] | None:
-    """The stashes that go to host memory, so that at most `num_slots` are on the device; None: not possible.
+    """Chooses the stashes that go to host memory, so that at most `num_slots` are on the device; None: not possible.
 
     Args:
-      stashes: of one round of a table, each of at most T ticks.
+      stashes: the stashes of one round of a table, each of at most T ticks.
       num_slots: K.
       num_ticks: T, after which the table repeats, and with it the stashes.
     """
@@ -114,10 +114,10 @@ def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int]
 
 
 def _chosen_from(stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, begin: int) -> set[int] | None:
-    """`choose` by Belady's rule, beginning with a tick of the round.
+    """Runs `choose` by Belady's rule, beginning with a tick of the round.
 
     Args:
-      stashes: of one round.
+      stashes: the stashes of one round.
       num_slots: K.
       in_use: int `[2 T]`, stashes on the device in each half tick, with none in host memory; is written to.
       begin: the tick.
@@ -147,7 +147,7 @@ def _chosen_from(stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, b
 
 
 def _in_use(intervals: Iterable[tuple[int, int]], circle: int) -> np.ndarray:
-    """How many intervals, first and last, contain each point of a circle."""
+    """Counts the intervals, first and last, that contain each point of a circle."""
     first, last = np.array([*intervals], int).reshape(-1, 2).T
     return covering(first, last, circle)
 
@@ -168,7 +168,7 @@ class Assignment(NamedTuple):
 
 @functools.lru_cache(256)  # several rings of a device may have the same stashes
 def assign(stashes: tuple[Stash, ...], num_slots: int, num_ticks: int) -> Assignment | None:
-    """Slots of stashes, at most `num_slots` on the device; None: not possible. Arguments as of `choose`."""
+    """Assigns slots to stashes, at most `num_slots` on the device; None: not possible. Arguments as of `choose`."""
     circle = 2 * num_ticks
     # Where lives go over the end of a round, they may need more slots than are in use at once.
     for most_at_once in range(num_slots, 0, -1):
@@ -190,7 +190,7 @@ def assign(stashes: tuple[Stash, ...], num_slots: int, num_ticks: int) -> Assign
 
 
 def least_slots(stashes: Sequence[tuple[Stash, ...]], num_ticks: int) -> int:
-    """The fewest slots with which `assign` finds an answer for the stashes of every device."""
+    """The fewest slots with which `assign` finds slots for the stashes of every device."""
     num_slots = 1
     while any(assign(device_stashes, num_slots, num_ticks) is None for device_stashes in stashes):
         num_slots += 1
@@ -200,7 +200,7 @@ def least_slots(stashes: Sequence[tuple[Stash, ...]], num_ticks: int) -> int:
 def stashes_of(
     schedule: Schedule, first: np.ndarray, last: np.ndarray, used: np.ndarray
 ) -> list[dict[tuple[int, int], Stash]]:
-    """For each device, cell `(m, c)` -> the stash of microbatch m of column c; all arrays are `[N, C]`."""
+    """Cell `(m, c)` -> the stash of microbatch m of column c, for each device; all arrays are `[N, C]`."""
     ticks = first, schedule.backward_ticks(), last
     return [
         {(int(m), int(c)): Stash(*(int(a[m, c]) for a in ticks)) for m, c in np.argwhere(used & (schedule.device == d))}
@@ -238,13 +238,13 @@ def _coloured(intervals: Mapping[Key, tuple[int, int]], circle: int) -> dict[Key
 
 
 class SpilledSlots(NamedTuple):
-    """The slots of a ring on the devices, and what is in host memory.
+    """The slots of a ring on the devices and in host memory.
 
     Attributes:
-      num_slots: on every device.
+      num_slots: number of slots on every device.
       written: int `[N, C]`, the slot that a microbatch's stash is written to.
       read: int `[N, C]`, the slot that it is read from.
-      spill: what goes to host memory.
+      spill: the part in host memory.
     """
 
     num_slots: int
@@ -259,13 +259,13 @@ def spill(
     shape: tuple[int, int],
     stashes_by_device: Sequence[Mapping[tuple[int, int], Stash]],
 ) -> SpilledSlots | None:
-    """Slots of a ring, the same in every round, at most `num_slots` on each device; None if a device needs more.
+    """Chooses slots of a ring, the same in every round, at most `num_slots` on a device; None if a device needs more.
 
     Args:
       num_slots: K.
       num_ticks: T.
       shape: N, C.
-      stashes_by_device: for each device its stashes.
+      stashes_by_device: the stashes of each device.
     """
     written, read = np.zeros((2, *shape), int)
     is_spilled = np.zeros(shape, bool)

@@ -1,4 +1,4 @@
-"""What a step does otherwise on a platform: one named fact each, and why.
+"""The facts of a platform: one named fact for each difference of a step, and its reason.
 
 A decision about a platform stands here and nowhere else. To try another one, change a fact and compare what
 `benchmarks/program_text.py --guard` prints.
@@ -100,5 +100,5 @@ TARGETS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}
 
 
 def target_of(platform: str) -> Target:
-    """The facts of a platform; those of GPUs for all others than CPUs and TPUs, such as "cuda" and "rocm"."""
+    """The facts of a platform. Platforms other than CPUs and TPUs, such as "cuda" and "rocm", have those of GPUs."""
     return TARGETS.get(platform, TARGETS["gpu"])

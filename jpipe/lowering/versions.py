@@ -1,4 +1,4 @@
-"""Where a device keeps the versions of its stages' weights.
+"""The rows of weight versions on a device.
 
 A stage keeps V versions, as many as its table needs: version v is in its slot v modulo V. The arrays of weights have a
 row for every slot of every stage of the device.
@@ -23,7 +23,7 @@ class VersionRows:
       first: int `[D, R]`, the first row of each stage of each device.
       num_rows: rows on every device.
       newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
-      stale: int `[S]`, how many updates before the newest weights those are that an update's gradient was computed at;
+      stale: int `[S]`, number of updates from the weights that an update's gradient was computed at to the newest;
         None if no update reads them.
     """
 
@@ -34,7 +34,7 @@ class VersionRows:
     stale: np.ndarray | None = None
 
     def newest_rows(self, rounds: int) -> np.ndarray:
-        """int `[S]`: the newest version's slot of each stage after some rounds."""
+        """The slot of each stage's newest version after some rounds, int `[S]`."""
         return np.maximum(rounds + self.newest, 0) % self.num_versions
 
     def chunk_rows(self, stage: int, device: int, chunk: int) -> slice:
@@ -54,7 +54,7 @@ def version_rows(
 
     Args:
       schedule: the table.
-      copies: for each stage the device of every copy, and the position of the stage among the device's stages.
+      copies: device of every copy of each stage, and position of the stage among the device's stages.
       num_chunks: R.
       newest: see `VersionRows`.
       reads_stale: whether updates read the weights that their gradients were computed at.
@@ -75,14 +75,14 @@ def version_rows(
 
 
 def has_one_row(schedule: Schedule) -> bool:
-    """Whether every device has one stage, and one version of its weights."""
+    """Returns whether every device has one stage, and one version of its weights."""
     stages = {*zip(schedule.device.tolist(), schedule.stage.tolist())}
     one_stage = len(stages) == len({device for device, _ in stages})
     return one_stage and int(_num_versions(schedule).max()) == 1
 
 
 def _num_versions(schedule: Schedule) -> np.ndarray:
-    """int `[S]`: the smallest V such that version v is last read before version v + V overwrites it."""
+    """The smallest V such that version v is last read before version v + V overwrites it, int `[S]`."""
     num_versions = np.ones(schedule.num_stages, int)
     if schedule.forward_only:
         return num_versions
