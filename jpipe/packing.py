@@ -17,7 +17,7 @@ split in the same way. Vectors hold no leaves with a spec.
 A leaf without elements needs no room: it has a place in no array.
 
 A leaf may lie in the memory of the host, always in a pool. A large one is cut into equal *chunks*, each one row of the
-pool. `read` takes what lies at a place to the device, and `write` brings it back.
+pool. `read` brings the leaf at a place to the device, and `write` takes it back.
 
 Every device allocates each array for its largest owner. `Packing.used_bytes` says how many bytes an
 owner uses.
@@ -60,12 +60,12 @@ class Leaf(NamedTuple):
     Attributes:
       aval: shape and dtype of one leaf.
       count: number of leaves.
-      spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
-      in_vector: whether the leaf is in a vector, whatever leaves the other owners have.
+      spec: the split of each leaf over automatic axes; `()` leaves that to the compiler.
+      in_vector: whether the leaf is in a vector. The leaves of other owners do not matter then.
       vector: the number of the vector that the leaf is in, if it is in one. An update writes a vector in place if it
         changes all of it at once, so the moments of one weight are in vectors of their own.
       on_host: whether the leaf is in host memory, and then in a pool.
-      chunk: the most numbers of a chunk, if it is.
+      chunk: the most numbers of a chunk, if the leaf is in host memory.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -78,12 +78,12 @@ class Leaf(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the leaf has no elements."""
+        """True if the leaf has no elements."""
         return math.prod(self.aval.shape) == 0
 
 
 def _stored(shape: tuple[int, ...], spec: tuple, on_host: bool) -> tuple[int, ...]:
-    """The shape of a pool's row, for a leaf of this shape.
+    """Returns the shape of a pool's row, for a leaf of this shape.
 
     TPUs store the last two dims of an array in tiles of 8 by 128 numbers: `[256, 4, 64]` would take
     four times the space of `[256, 256]`, and `[256, 1]` 128 times the space of `[256]`. So a row
@@ -141,7 +141,7 @@ def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
     Args:
       shape: shape of the array.
       dtype: dtype of the array.
-      platform: such as "cpu" or "tpu".
+      platform: the platform, such as "cpu" or "tpu".
 
     Example:
       >>> array_bytes([12, 1000], np.float32, "cpu"), array_bytes([12, 1000], np.float32, "tpu")
@@ -158,7 +158,7 @@ def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a run of `count` equal leaves is stored.
+    """The place of a run of `count` equal leaves.
 
     Leaf i begins at index `base + i * stride`: it is one row of a pool, or `size` numbers of a vector.
 
@@ -169,10 +169,10 @@ class Place:
       count: number of leaves.
       shape: shape of a leaf.
       flat: whether the array is a vector.
-      spec: as in `Leaf`.
-      on_host: as in `Leaf`.
-      num_rows: the rows of a pool that a leaf takes: its chunks.
-      split: into how many rows each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
+      spec: see `Leaf`.
+      on_host: see `Leaf`.
+      num_rows: number of rows of a pool that a leaf takes: its chunks.
+      split: number of rows into which each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
       empty: the dtype of a leaf without elements, which is in no array; None for others.
     """
 
@@ -217,7 +217,7 @@ class Place:
         return Place(self.array, start, 0, 1, shape, flat=False, split=num_chunks)
 
     def rows_of(self, array: jax.Array, num_leading: int) -> jax.Array:
-        """The array with the rows that the indices of the place count, behind its leading axes."""
+        """The array with the rows that the indices of the place count, after its leading axes."""
         if self.split == 1:
             return array
         lead, row = array.shape[: num_leading + 1], array.shape[num_leading + 1 :]
@@ -231,8 +231,8 @@ class Packing:
 
     Attributes:
       arrays: name -> shape and dtype: `[n, *shape]` for pools, `[size]` for vectors.
-      places: for each owner the `Place` of each of its leaves.
-      used_bytes: for each owner the bytes of its leaves.
+      places: the `Place` of each leaf of each owner.
+      used_bytes: bytes of the leaves of each owner.
       specs: name -> spec of the leaves, for pools whose leaves are split.
       on_host: the names of the arrays in host memory.
     """
@@ -254,12 +254,12 @@ class Packing:
         """Packs the leaves of each owner.
 
         Args:
-          owners: for each owner a list of `Leaf` or `(aval, count)`. Leaves of one count that follow
+          owners: a list of `Leaf` or `(aval, count)` for each owner. Leaves of one count that follow
             each other in the list belong together: leaf 0 of all of them is stored first, then leaf
-            1. So what a layer writes lies side by side.
+            1. So the values that a layer writes lie side by side.
           occupancy: a shape and dtype gets a pool if, on average over the devices, at least this
             fraction of the pool's rows is used. Leaves that are split or in host memory always get a pool.
-          devices: for each owner the device of each stage that it stands for. An array has rows for the
+          devices: the device of each stage that an owner stands for, for each owner. An array has rows for the
             stages of a device that use it: see `jpipe.lowering.array_rows`. None: every owner is one stage,
             on a device of its own.
           tight: whether more leaves go into vectors if that brings padding within `MOST_PADDING`. For
@@ -334,7 +334,7 @@ class Packing:
         return cls(arrays, tuple(places), tuple(used), specs, frozenset(on_host))
 
     def named(self, prefix: str) -> "Packing":
-        """The packing with arrays whose names begin with `prefix`, to lie beside those of others."""
+        """Prefixes the names of the arrays with `prefix`, so that they can lie beside those of other packings."""
 
         def renamed(place: Place) -> Place:
             return dataclasses.replace(place, array=f"{prefix} {place.array}")
@@ -348,7 +348,7 @@ class Packing:
         )
 
     def beside(self, others: Iterable["Packing"]) -> "Packing":
-        """The packing with the arrays and the owners of others, whose arrays have other names."""
+        """Joins the arrays and the owners of other packings, whose arrays have other names."""
         packings = [self, *others]
         return Packing(
             {name: a for pack in packings for name, a in pack.arrays.items()},
@@ -360,7 +360,7 @@ class Packing:
 
     @property
     def row_bytes(self) -> dict[str, int]:
-        """Name -> bytes of the array, or of one of its rows where arrays have several."""
+        """Name -> bytes of the array, or of one of its rows if it has several."""
         return {name: math.prod(a.shape) * a.dtype.itemsize for name, a in self.arrays.items()}
 
     @property
@@ -370,13 +370,13 @@ class Packing:
 
 
 def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
-    """What leaves of one pool have in common; the last is the chunk, 0 on the device."""
+    """The key of a pool: the facts that its leaves share. The last is the chunk, 0 on the device."""
     chunk = leaf.chunk if leaf.on_host else 0
     return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, chunk
 
 
 class _StageCounts(NamedTuple):
-    """How many stages of each owner are on each device.
+    """Number of stages of each owner on each device.
 
     Attributes:
       number: int `[owners, devices]`.
@@ -386,28 +386,28 @@ class _StageCounts(NamedTuple):
 
     @classmethod
     def of(cls, devices: Sequence[Sequence[int]]) -> "_StageCounts":
-        """From the device of each stage of each owner."""
+        """Counts the stages, from the device of each stage of each owner."""
         number_of_devices = 1 + max(map(max, filter(None, devices)), default=0)
         number = [np.bincount(np.array(owner_devices, int), minlength=number_of_devices) for owner_devices in devices]
         return cls(np.array(number).reshape(len(devices), number_of_devices))
 
     def used(self, sizes: Sequence[int]) -> int:
-        """What all stages use of an array of which each owner uses a size."""
+        """Elements of an array that all stages use, from the size that each owner uses."""
         return int(np.sum(sizes @ self.number))
 
     def allocated(self, sizes: Sequence[int]) -> int:
-        """What all devices allocate for such an array: equal rows, for as many stages as use it on any one device."""
+        """Elements that all devices allocate for it: equal rows, for as many stages as use it on any one device."""
         rows = (np.greater(sizes, 0) @ self.number).max()
         return int(self.number.shape[1] * rows * max(sizes))
 
 
 def _tightened(pooled: set, counts: Mapping, stages: _StageCounts) -> set:
-    """The pools that are left if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
+    """The pools that remain if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
 
     Args:
       pooled: `_key` of the leaves that have pools.
-      counts: `_key` of all leaves -> how many each owner has.
-      stages: of the owners.
+      counts: `_key` of all leaves -> number of them that each owner has.
+      stages: the stages of the owners.
     """
     num_bytes = {key: math.prod(key[0]) * key[1].itemsize * np.array(n) for key, n in counts.items()}
     used = sum(map(stages.used, num_bytes.values()))
@@ -441,7 +441,7 @@ def _with_short_vectors(pooled: set, counts: Mapping) -> set:
 
     Args:
       pooled: `_key` of the leaves that have pools.
-      counts: number of a vector, and `_key` of leaves -> how many each owner has.
+      counts: number of a vector, and `_key` of leaves -> number of them that each owner has.
     """
     pools = set(pooled)
     for vector, dtype in {(vector, key[1]) for vector, key in counts}:
@@ -478,7 +478,7 @@ def axes_by_dim(spec: Sequence) -> list[tuple]:
 
 
 def _row_major(place: Place, block: jax.Array) -> jax.Array:
-    """`block` with a fixed layout on TPUs and GPUs: the last dim is innermost.
+    """Gives `block` a fixed layout on TPUs and GPUs: the last dim is innermost.
 
     The array that the block is read from or written to gets the same layout. Without this, each
     branch of a `cond` would choose its own layout, and the whole array would be copied in every
@@ -534,7 +534,7 @@ def write(
     value: jax.Array,
     i: jax.Array | int = 0,
 ) -> dict:
-    """The arrays with leaf i at `place` replaced by `value`; see `read`."""
+    """Replaces leaf i at `place` by `value`; see `read`."""
     return dict(write_all(arrays, [place], lead, [value], i))
 
 
@@ -544,7 +544,7 @@ def read_all(
     lead: Lead,
     i: jax.Array | int = 0,
 ) -> list[jax.Array]:
-    """Leaf i of every place; see `read`."""
+    """Reads leaf i of every place; see `read`."""
     return [read(arrays, p, lead, i) for p in places]
 
 
@@ -557,7 +557,7 @@ def write_all(
     *,
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
-    """The arrays with leaf i of every place replaced; see `read`.
+    """Replaces leaf i of every place; see `read`.
 
     Args:
       arrays: packed arrays.
@@ -584,7 +584,7 @@ def add_all(
     *,
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
-    """The arrays with a value added to leaf i of every place, in the dtype of its array; see `write_all`."""
+    """Adds a value to leaf i of every place, in the dtype of its array; see `write_all`."""
     alone = [place for place in places if not joined or place.on_host]
     for place, value in zip(places, values, strict=True):
         if place in alone:
@@ -643,7 +643,7 @@ def _blocks(
 
 
 def is_on_host(array: jax.Array) -> bool:
-    """Whether an array of a traced function is in host memory."""
+    """Returns whether an array of a traced function is in host memory."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host
 
 
@@ -653,10 +653,10 @@ def each_row(
     change: Callable[[jax.Array], jax.Array],
     source: Sequence | None = None,
 ) -> jax.Array:
-    """A pool in host memory with every row changed on the device, one at a time.
+    """Changes every row of a pool in host memory on the device, one at a time.
 
     Args:
-      array: `[*leading axes, n, *shape]`.
+      array: the pool, `[*leading axes, n, *shape]`.
       lead: indices of the leading axes.
       change: `[1, ..., 1, *shape]` -> a new row.
       source: indices of the leading axes where a row is read; None: `lead`, where it is written.
@@ -674,12 +674,11 @@ def each_row(
 
 
 def sum_of_rows(array: jax.Array, sum_of_row: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """`[R]`, for each first index of a pool in host memory `[R, n, *shape]` the sum over n of what is computed of a
-    row.
+    """Sums a function of the rows of a pool in host memory `[R, n, *shape]` over n. Returns `[R]`.
 
     Args:
       array: the pool.
-      sum_of_row: `[*shape]` -> `[]`; it is called with one row at a time, on the device.
+      sum_of_row: `[*shape]` -> `[]`, called with one row at a time, on the device.
     """
     num_rows, number = array.shape[:2]
 
@@ -697,7 +696,7 @@ def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.
 
 
 def split_as(spec: tuple, value: jax.Array) -> jax.Array:
-    """`value`, split as a spec says; `()` leaves that to the compiler.
+    """Splits `value` by a spec; `()` leaves that to the compiler.
 
     A value with a spec needs a surrounding `shard_map` whose mesh has the axes.
     """
@@ -707,14 +706,14 @@ def split_as(spec: tuple, value: jax.Array) -> jax.Array:
 
 
 def gathered(value: jax.Array, spec: tuple, axis: str) -> jax.Array:
-    """`value`, whose split is `spec`, whole along an axis of the mesh."""
+    """Gathers `value`, which `spec` splits, along an axis of the mesh."""
     if axis not in axes(spec):
         return value
     return split_as(without(spec, axis), value)
 
 
 def without(spec: tuple, axis: str) -> tuple:
-    """A spec without an axis of the mesh.
+    """Removes an axis of the mesh from a spec.
 
     Example:
       >>> without(("fsdp", ("model", "fsdp"), None), "fsdp")
@@ -724,11 +723,11 @@ def without(spec: tuple, axis: str) -> tuple:
 
 
 def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple:
-    """A spec for every dim of an array, None for dims that their axes do not divide.
+    """Sets the entry of a spec to None for each dim that its axes do not divide.
 
     Args:
-      spec: for each dim, or for the first ones, the axes that it is split over, or None.
-      shape: of the array.
+      spec: the axes that each dim, or each of the first dims, is split over, or None.
+      shape: the shape of the array.
       sizes: axis -> number of devices.
 
     Example:

@@ -51,7 +51,7 @@ class VocabularyError(ValueError):
 
 @dataclasses.dataclass
 class Splitting:
-    """How the layer that runs now is split.
+    """The split of the layer that runs now.
 
     Attributes:
       axis: the axis of the mesh whose devices have a part each.
@@ -75,7 +75,7 @@ _SPLITTING: contextvars.ContextVar[Splitting | None] = contextvars.ContextVar("j
 
 @contextlib.contextmanager
 def splitting(axis: str, num_parts: int, rows: Mapping[int, int]) -> Iterator[Splitting]:
-    """The context in which a layer gets parts of matrices; see `Splitting` for the arguments."""
+    """A context in which a layer gets parts of matrices. For the arguments see `Splitting`."""
     current = Splitting(axis, num_parts, rows)
     token = _SPLITTING.set(current)
     try:
@@ -102,13 +102,13 @@ def _splitting(table: jax.Array, name: str) -> Splitting | None:
 
 
 def _is_split_by_compiler() -> bool:
-    """Whether the mesh of the surroundings has axes over which the compiler splits values."""
+    """Returns whether the mesh of the surroundings has axes over which the compiler splits values."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
 
 
 def _reduced(reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, axis: str) -> jax.Array:
-    """A reduction over devices.
+    """Reduces over devices.
 
     XLA for CPUs cannot reduce numbers of 16 bits that the compiler splits over other axes.
     """
@@ -137,7 +137,7 @@ _sum_of_parts.defvjp(lambda x, axis: (sum_over(x, axis), None), lambda axis, _, 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _to_all_parts(x: jax.Array, axis: str) -> jax.Array:
-    """A value that is equal on all devices. Its gradient is the sum of what the parts add to it."""
+    """A value that is equal on all devices. Its gradient is the sum of the gradients of the parts."""
     return x
 
 
@@ -152,7 +152,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Args:
       table: `[V, D]`, or this device's part of its rows.
-      tokens: integers `[...]`, from 0 to V - 1. What other numbers give is not defined.
+      tokens: integers `[...]`, from 0 to V - 1. Results for other numbers are not defined.
 
     Returns:
       `[..., D]`, whole on every device.
