@@ -1,1 +1,1 @@
-"""From traced layers to stages: cutting, messages, tied weights, optimizer."""
+"""The way from traced layers to stages: cutting, messages, tied weights, optimizer."""

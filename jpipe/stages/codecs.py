@@ -1,4 +1,4 @@
-"""How the leaves of messages between stages are encoded, and what their compressors keep.
+"""Codecs of the leaves of messages between stages, and the states of their compressors.
 
     forward     output ── encode ──> wire ── inbox of the next stage ── decode ──> input
     backward    gradient by the input ── encode ──> wire ── inbox of the stage before ── decode ──> gradient
@@ -22,7 +22,7 @@ from jpipe.packing import Leaf
 
 
 class MessageCompression(NamedTuple):
-    """How messages are compressed.
+    """The compression of messages.
 
     Attributes:
       activations: compressor of activations and skips; None: they go as they are.
@@ -35,7 +35,7 @@ class MessageCompression(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a backward reads which entries of an activation were sent."""
+        """True if a backward reads which entries of an activation were sent."""
         return isinstance(self.activations, SparseCompressor)
 
 
@@ -44,11 +44,11 @@ NO_COMPRESSION = MessageCompression()
 
 
 class LeafCodec(NamedTuple):
-    """How one leaf of messages is encoded.
+    """The codec of one leaf of messages.
 
     Attributes:
       leaf: shape and dtype of the leaf.
-      compression: of the leaf and of its gradient.
+      compression: the compression of the leaf and of its gradient.
     """
 
     leaf: Leaf
@@ -63,12 +63,12 @@ class LeafCodec(NamedTuple):
         return [Leaf(wire[name]) for name in sorted(wire)]
 
     def first_state(self, gradient: bool = False) -> Any:
-        """What the compressor keeps, before the first message."""
+        """The state of the compressor, before the first message."""
         compressor = self.compression.gradients if gradient else self.compression.activations
         return () if compressor is None else compressor.init(self.leaf.aval)
 
     def encode(self, x: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
-        """The wire of the leaf, and the next state."""
+        """Returns the wire of the leaf, and the next state."""
         compressor = self.compression.activations
         if compressor is None:
             return [x], state
@@ -76,11 +76,11 @@ class LeafCodec(NamedTuple):
         return _in_order(wire), state
 
     def encode_gradient(self, x: jax.Array, state: Any, arrived: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
-        """The wire of the gradient, and the next state.
+        """Returns the wire of the gradient, and the next state.
 
         Args:
           x: the gradient by the leaf that has arrived.
-          state: of the compressor of gradients.
+          state: the state of the compressor of gradients.
           arrived: the wire of the leaf; read if the compressor is sparse.
         """
         sparse, compressor = self.compression
@@ -96,7 +96,7 @@ class LeafCodec(NamedTuple):
         return _in_order(wire), state
 
     def decode(self, wire: Sequence[jax.Array], gradient: bool = False) -> jax.Array:
-        """The leaf, or its gradient."""
+        """Decodes the leaf, or its gradient."""
         compressor = self._compressor(gradient)
         if compressor is None:
             (x,) = wire
@@ -117,11 +117,11 @@ class LeafCodec(NamedTuple):
 
 
 def codecs_of(leaves: Sequence[Leaf], compression: MessageCompression, what: str) -> tuple[LeafCodec, ...]:
-    """The codec of each leaf of a message; leaves that are not of floating point go as they are.
+    """The codec of each leaf of a message. Leaves that are not of floating point go as they are.
 
     Args:
-      leaves: of the message.
-      compression: of messages.
+      leaves: the leaves of the message.
+      compression: the compression of messages.
       what: names the message in errors.
 
     Raises:
@@ -142,27 +142,27 @@ def codecs_of(leaves: Sequence[Leaf], compression: MessageCompression, what: str
 
 
 def state_key(message: str, number: int, first_state: Any) -> str:
-    """Names the state of the compressor of a leaf; states of unlike shapes have names of their own.
+    """Names the state of the compressor of a leaf. States of unlike shapes have names of their own.
 
     Args:
       message: the inbox of the message.
-      number: of the leaf in the message.
-      first_state: of the codec.
+      number: the number of the leaf in the message.
+      first_state: the state of the codec before the first message.
     """
     shapes = [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves(first_state)]
     return f"{message} {number} {' '.join(shapes)}"
 
 
 def inbox_of(key: str) -> str:
-    """The inbox of the message of a `state_key`."""
+    """The inbox of the messages of a `state_key`."""
     return key.partition(" ")[0]
 
 
 def first_states(messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chunks: int) -> dict[str, Any]:
-    """What the compressors of all messages keep on a device, before the first: `[R, ...]`.
+    """The states of the compressors of all messages on a device, before the first message: `[R, ...]`.
 
     Args:
-      messages: inbox -> for every message that goes there its codecs.
+      messages: inbox -> the codecs of every message that goes there.
       num_chunks: R.
     """
     states: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def first_states(messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chun
 
 
 def is_gradient(inbox: str) -> bool:
-    """Whether the messages of an inbox are gradients."""
+    """Returns whether the messages of an inbox are gradients."""
     return inbox.endswith("gradient")
 
 

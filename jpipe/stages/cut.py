@@ -53,12 +53,12 @@ class LayerRun:
       stash: `(name, leaves)` of the skips that start here. A run with skips is one layer.
       pop: `(name, leaves)` of the skips that end here.
       parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
-      gradients: what their gradients are summed in.
-      state: the same for mutable state.
-      statistics: the same for what is kept of a minibatch until the state moves.
-      input_stash: the same for stashed values that only the input gradient reads.
-      weight_stash: the same for stashed values that the weight gradient reads.
-      split_residuals: the same for values that the input gradient computes and the weight gradient reads.
+      gradients: the sums of their gradients.
+      state: places of one layer's mutable state.
+      statistics: places of the statistics of a minibatch, kept until the state moves.
+      input_stash: places of the stashed values that only the input gradient reads.
+      weight_stash: places of the stashed values that the weight gradient reads.
+      split_residuals: places of the values that the input gradient computes and the weight gradient reads.
     """
 
     kind: int
@@ -95,13 +95,13 @@ class StageProgram:
 
 
 class Vectors(NamedTuple):
-    """Which leaves of a stage lie in vectors, and how vectors are updated.
+    """The choice of leaves of a stage that lie in vectors, and the update of these vectors.
 
     Attributes:
-      weights: `occupancy` of `Packing.of` for weights, mutable state, and what has the shapes of weights:
+      weights: `occupancy` of `Packing.of` for weights, mutable state, and arrays with the shapes of weights:
         gradients, the optimizer's state.
-      stashes: the same for what a stage keeps of a microbatch.
-      update_block: numbers of a vector that an update changes at once. It needs temporary memory for as many of
+      stashes: `occupancy` for the stash of a microbatch.
+      update_block: elements of a vector that an update changes at once. It needs temporary memory for as many of
         each array that it reads and writes.
       equal_blocks: whether all stages have blocks of one size, see `jpipe.stages.vector_blocks.in_blocks`.
       whole: whether an update changes all of a vector at once that it reads and writes in place.
@@ -134,32 +134,32 @@ class Stages:
     Attributes:
       layers: the layers.
       layer_kinds: `LayerProgram` of each kind.
-      kind_of_layer: for each layer, position in `layer_kinds`.
+      kind_of_layer: position in `layer_kinds` of each layer.
       mutable: `StateUpdate` of each kind.
       inputs: abstract leaves of `batch["inputs"]`, of one microbatch.
       outputs: abstract leaves and tree structure of the model's outputs.
       starts: first layer of each stage, and the number of layers at the end.
       programs: the programs.
-      program_of_stage: for each stage, position in `programs`.
+      program_of_stage: position in `programs` of the program of each stage.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
-      parameters: how the weights are packed; one owner per program, then one per unit of `vocabulary`.
-      accumulators: the same for the gradients that are summed as they are.
-      factors: the same for the factors of all others.
-      state: the same for mutable state.
-      statistics: the same for what is kept of a minibatch until the state moves. If stages have copies, each leaf has a
-        first axis `[D]` with what each device has.
-      input_stash: the same for stashed values that only the input gradient reads.
-      weight_stash: the same for stashed values that the weight gradient reads.
-      split_residuals: the same for values that the input gradient computes and the weight gradient reads.
-      vectors: which of the leaves lie in vectors, and how these are updated.
-      codecs: `[S - 1]`, how each output leaf of a stage is encoded for the next stage.
-      activations: how what is sent is packed; owner s is the message from stage s to stage s + 1.
-      gradients: the same for their gradients.
+      parameters: the packing of the weights; one owner per program, then one per unit of `vocabulary`.
+      accumulators: the packing of the gradients that are summed as they are.
+      factors: the packing of the factors of all other gradients.
+      state: the packing of mutable state.
+      statistics: the packing of the statistics of a minibatch. If stages have copies, each leaf has a
+        first axis `[D]` with the part of each device.
+      input_stash: the packing of the stashed values that only the input gradient reads.
+      weight_stash: the packing of the stashed values that the weight gradient reads.
+      split_residuals: the packing of the values that the input gradient computes and the weight gradient reads.
+      vectors: the leaves that lie in vectors, and the updates of these vectors.
+      codecs: `[S - 1]`, the codec of each output leaf of a stage for the next stage.
+      activations: the packing of messages; owner s is the message from stage s to stage s + 1.
+      gradients: the packing of the gradients of messages.
       portals: the direct messages of skips between stages.
-      values: how the values that layers pass on are split over automatic axes of the mesh.
+      values: the split of the values between layers over automatic axes of the mesh.
       ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
       vocabulary: the layers that all stages run together, and that are of no stage.
-      gradient_sums: what gradients are summed in.
+      gradient_sums: the sums of the gradients.
     """
 
     layers: Sequence[Layer]
@@ -192,7 +192,7 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
-        """S."""
+        """Number of stages, S."""
         return len(self.starts) - 1
 
     def stage_of(self, layer: int) -> int:
@@ -239,7 +239,7 @@ BALANCES = ("flops", "time", "memory")
 
 
 def check_boundaries(boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int) -> list[int] | None:
-    """`boundaries` as the first layer of each stage, followed by the number of layers.
+    """Checks `boundaries`. Returns the first layer of each stage, followed by the number of layers.
 
     Args:
       boundaries: the layer index at which each stage after the first begins, one of `BALANCES`, or
@@ -287,9 +287,9 @@ class Groups(NamedTuple):
     """Stages grouped by the kinds of their layers; equal lists of kinds share a program.
 
     Attributes:
-      signatures: for each program its kinds, with equal neighbours joined to one run.
+      signatures: the kinds of each program, with equal neighbours joined to one run.
       program_of_stage: `[S]`, position in `signatures`.
-      stages_of: for each program the stages that share it.
+      stages_of: the stages that share each program.
       lengths: `[S][runs]`, number of layers in each run of a stage.
       longest: `[programs][runs]`, the largest of these numbers over the program's stages.
     """
@@ -328,11 +328,11 @@ class Groups(NamedTuple):
 
 
 def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """For each owner of a packing the device of each copy of each stage that it stands for.
+    """Lists, for each owner of a packing, the device of each copy of each stage that it stands for.
 
     Args:
-      owner_of_stage: for each stage its owner.
-      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+      owner_of_stage: the owner of each stage.
+      devices: the devices of the copies of each stage; None: every stage is on a device of its own.
     """
     devices_of_owner: list[list[int]] = [[] for _ in range(max(owner_of_stage) + 1)]
     for s, owner in enumerate(owner_of_stage):
@@ -358,7 +358,7 @@ def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> G
     Args:
       kinds: kind of each layer; equal kinds compare equal.
       starts: first layer of each stage, and the number of layers at the end.
-      ends_apart: as in `Target`.
+      ends_apart: see `Target`.
     """
     signatures, programs, lengths, program_of_stage = [], [], [], []
     for start, stop in itertools.pairwise(starts):
@@ -396,12 +396,12 @@ def cut(
       traced: the layers.
       starts: first layer of each stage, and the number of layers at the end; None balances FLOPs.
       num_stages: S.
-      ties: as in `Stages`.
+      ties: see `Stages`.
       target: facts of the platform.
       vocabulary_layers: the layers that all stages run together.
-      compression: of messages between stages.
-      gradient_sums: what gradients are summed in.
-      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+      compression: the compression of messages between stages.
+      gradient_sums: the sums of the gradients.
+      devices: the devices of the copies of each stage; None: every stage is on a device of its own.
       offload: the part of the weights that is in host memory.
 
     Raises:
@@ -502,7 +502,7 @@ def check_inner(starts: Sequence[int], inner: range) -> None:
 
 
 class _Signature(NamedTuple):
-    """What the layers of a run have in common.
+    """The facts that the layers of a run share.
 
     Attributes:
       kind: position in `Stages.layer_kinds`.
@@ -533,9 +533,9 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
 
 
 def with_device_dim(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
-    """A leaf of statistics with a place for each device, if stages have copies on several.
+    """Gives a leaf of statistics a place for each device, if stages have copies on several.
 
-    Each copy writes at its own place, so that the sum over the copies has what each of them has.
+    Each copy writes at its own place, so that the sum over the copies has the parts of all.
     """
     if devices is None or all(len(copies) == 1 for copies in devices):
         return leaf
@@ -574,7 +574,7 @@ def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]
 
 
 def _to_host(leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload) -> list[Leaf]:
-    """The leaves of a layer of kind k, with those in host memory that `on_host` says."""
+    """Puts those of the leaves of a layer of kind k in host memory that `on_host` names."""
     return [
         leaf._replace(on_host=True, chunk=offload.chunk) if (k, j) in on_host else leaf for j, leaf in enumerate(leaves)
     ]
@@ -586,7 +586,7 @@ def _pack_sums(
     devices: Sequence[Sequence[int]] | None,
     vectors: Vectors,
 ) -> dict[str, Packing]:
-    """How the leaves of the sums of gradients are packed. Factors are all in pools."""
+    """Packs the leaves of the sums of gradients. Factors are all in pools."""
 
     def leaves_of(group: str) -> Callable[[_Signature], list[Leaf]]:
         return lambda signature: [
@@ -606,7 +606,7 @@ def _stage_program(
     sums: Sequence[Sequence[GradientSum]],
     p: int,
 ) -> StageProgram:
-    """Program number p, with the places of its leaves."""
+    """Builds program number p, with the places of its leaves."""
     places = {name: iter(packing.places[p]) for name, packing in packings.items()}
 
     def skips(names: Sequence[str]) -> tuple[tuple[str, tuple], ...]:

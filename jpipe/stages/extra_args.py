@@ -1,4 +1,4 @@
-"""What an optimizer and parameter hooks may ask for beside gradients, state and parameters.
+"""The arguments that an optimizer and parameter hooks may ask for beside gradients, state and parameters.
 
 A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it
 needs a field there too, which `jpipe.engine.updates` fills in. Every part of an update may read the
@@ -16,12 +16,12 @@ from jpipe.schedule import Schedule
 
 
 class UpdateFacts(NamedTuple):
-    """What is known when a stage updates.
+    """The facts that are known when a stage updates.
 
     Attributes:
       forward_delay: float32 `[]`, updates between reading the forward's weights and applying its
         gradient.
-      backward_lead: float32 `[]`, by how many updates the backward's weights are newer than the
+      backward_lead: float32 `[]`, number of updates by which the backward's weights are newer than the
         forward's.
       global_norm: `[]`, norm of the gradient over all stages.
     """
@@ -36,7 +36,7 @@ class ExtraArg(NamedTuple):
 
     Attributes:
       name: keyword of the argument.
-      value: where the value comes from.
+      value: function from `UpdateFacts` to the value.
       shape: shape of the value.
       dtype: dtype of the value; None: the dtype of gradient norms.
     """
@@ -70,10 +70,10 @@ PASSES = ("forward", "backward")
 
 
 def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
-    """Pass -> float `[S]`, how old or new the weights are that the pass reads.
+    """Pass -> age of the weights that the pass reads, float `[S]`.
 
     "forward": optimizer updates between reading the forward's weights and applying its gradient.
-    "backward": by how many updates the backward's weights are newer than the forward's.
+    "backward": number of updates by which the backward's weights are newer than the forward's.
     """
     facts = schedule.facts()
     lead = facts.forward_delay - facts.backward_delay
@@ -90,7 +90,7 @@ def hooked_passes(schedule: Schedule, readers: Iterable[str]) -> list[str]:
 
 
 def rereads_weights(schedule: Schedule, readers: Iterable[str]) -> bool:
-    """Whether backwards compute again what follows from the stash and the weights element by element.
+    """Returns whether backwards compute again the values that follow from stash and weights element by element.
 
     - Every backward must run on the weights of its forward.
     - If forward and backward are in one tick, nothing is kept from tick to tick, and to compute again only
@@ -98,7 +98,7 @@ def rereads_weights(schedule: Schedule, readers: Iterable[str]) -> bool:
 
     Args:
       schedule: the table.
-      readers: as of `hooked_passes`.
+      readers: see `hooked_passes`.
     """
     if hooked_passes(schedule, readers):
         return False

@@ -39,7 +39,7 @@ class FlatUpdate:
     reads_stale: bool
 
     def owners(self) -> list[str | None]:
-        """For each leaf of the state the path of the parameter that it belongs to, or None.
+        """The path of the parameter that each leaf of the state belongs to, or None.
 
         It belongs to the parameter whose path is the end of its own path, if both have the same shape.
         `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder without layers, and functions
@@ -98,7 +98,7 @@ def flat_update(
       optimizer: the chain.
       tree: the parameters.
       norm_dtype: dtype of gradient norms.
-      where: what the tree is, for the error.
+      where: name of the tree in errors.
       extra: `(gradients, *values of EXTRA_ARGS) -> keyword arguments` of the update.
       reads_stale: whether the update of the whole model reads the weights of `STALE_PARAMS`; None: this is the update
         of the whole model, so find out.
@@ -199,7 +199,7 @@ def _check_form(before: Mapping[str, str], after: Mapping[str, str]) -> None:
 
 
 def _without_unread(update: Equations, first: int, number: int) -> tuple[Equations, bool]:
-    """An update without some of its inputs if it reads none of them, and whether it reads any."""
+    """Removes some inputs of an update if it reads none of them. Returns the update, and whether it reads any."""
     inputs = update.inputs[first : first + number]
     if not update.read().isdisjoint(inputs):
         return update, True
@@ -219,8 +219,8 @@ def flat_hook(
     """A parameter hook as a function of flat lists: `(parameters, state, delay) -> parameters`.
 
     Args:
-      name: the pass that reads what the hook returns.
-      hook: the same as a function of trees.
+      name: the pass that reads the result of the hook.
+      hook: the hook, a function of trees.
       optimizer: the chain.
       tree: abstract parameters of the stage.
     """
@@ -276,11 +276,11 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
 
 
 def with_sums(update: Equations, sums: Sequence[GradientSum]) -> Equations:
-    """The update, with what gradients are summed in, in the place of gradients.
+    """The update, with the leaves of the sums of gradients in the place of gradients.
 
     Args:
-      update: of `with_hooks`.
-      sums: of the gradient of each parameter.
+      update: the update of `with_hooks`.
+      sums: the sum of the gradient of each parameter.
     """
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in update.inputs]
     number = len(sums)

@@ -15,10 +15,10 @@ class GradientGroup(NamedTuple):
     """Gradients of one shape in one packed array. A loop goes over them.
 
     Attributes:
-      name: of the group.
-      place: of one of them; the others begin elsewhere.
+      name: name of the group.
+      place: the place of one of them; the others begin elsewhere.
       like: shape and dtype of one of them.
-      starts: for each update the first index of each of its gradients, int32 `[n]`.
+      starts: the first index of each gradient of each update, int32 `[n]`.
     """
 
     name: str
@@ -28,7 +28,7 @@ class GradientGroup(NamedTuple):
 
     @property
     def num_gradients(self) -> int:
-        """The most gradients of an update."""
+        """The largest number of gradients of an update."""
         return max(map(len, self.starts))
 
 
@@ -36,7 +36,7 @@ def gradient_groups(updates: Sequence[StageUpdate], arrays: Mapping[str, jax.Sha
     """The gradients of all updates in groups; a tied weight counts once in its stage.
 
     Args:
-      updates: of the stages, and of the parts of vocabulary layers.
+      updates: the updates of the stages, and of the parts of vocabulary layers.
       arrays: the packed gradients.
     """
     starts_by_group: dict[tuple, tuple[Place, list[list[int]]]] = {}
@@ -58,11 +58,11 @@ def gradient_groups(updates: Sequence[StageUpdate], arrays: Mapping[str, jax.Sha
 
 
 def compressor_states(compressor: Compressor, groups: Sequence[GradientGroup], num_chunks: int) -> dict[str, object]:
-    """Group -> state of the compressor for each gradient, before the first: `[R, n, ...]`, equal for all.
+    """Group -> state of the compressor for each gradient before training, `[R, n, ...]`. It is equal for all gradients.
 
     Args:
-      compressor: of the gradients.
-      groups: of the gradients.
+      compressor: the compressor of the gradients.
+      groups: the groups of the gradients.
       num_chunks: R.
     """
 

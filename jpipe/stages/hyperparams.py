@@ -1,6 +1,4 @@
-"""The numbers that `optax.inject_hyperparams` keeps in the state of an optimizer: their names, and what they begin
-with.
-"""
+"""The numbers that `optax.inject_hyperparams` keeps in the state of an optimizer: their names and first values."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -19,8 +17,8 @@ class Hyperparam(NamedTuple):
     """One injected hyperparameter.
 
     Attributes:
-      name: what the user calls it: its name, or its path if several have this name.
-      path: in the optimizer's state.
+      name: name for the user: the name of the number, or its path if several have this name.
+      path: path in the optimizer's state.
       is_scheduled: whether a function of the count of updates computes it.
     """
 
@@ -33,7 +31,7 @@ def hyperparams(paths: Sequence[str]) -> list[Hyperparam]:
     """The injected hyperparameters among the leaves of an optimizer's state.
 
     Args:
-      paths: of the leaves, as `jax.tree_util.keystr` writes them.
+      paths: the paths of the leaves, as `jax.tree_util.keystr` writes them.
 
     Example:
       >>> hyperparams([".count", ".hyperparams['learning_rate']", ".inner_state[0].mu"])
@@ -57,11 +55,11 @@ def hyperparams(paths: Sequence[str]) -> list[Hyperparam]:
 
 
 def first_values(optimizer: optax.GradientTransformation, parameters: Any) -> Mapping[str, np.ndarray]:
-    """Path -> what a hyperparameter begins with, of those that are not scheduled.
+    """Path -> first value of a hyperparameter, for those that are not scheduled.
 
     Args:
       optimizer: the optimizer.
-      parameters: abstract, what its `init` takes.
+      parameters: abstract parameters, as for its `init`.
     """
     leaves, tree = jax.tree.flatten(parameters)
     shapes = jax.tree.leaves_with_path(jax.eval_shape(optimizer.init, parameters))

@@ -22,11 +22,11 @@ class Portal:
       source: the stage that stashes the skips.
       target: the stage that pops them.
       names: the skips in the message.
-      activations: how the message is packed; one owner.
-      gradients: how the message of the gradients is packed; one owner.
-      codecs: skip -> how each of its leaves is encoded.
-      places: skip -> places of what is sent of its leaves.
-      gradient_places: skip -> places of what is sent of its gradients' leaves.
+      activations: the packing of the message; one owner.
+      gradients: the packing of the message of the gradients; one owner.
+      codecs: skip -> the codec of each of its leaves.
+      places: skip -> places of the wires of its leaves.
+      gradient_places: skip -> places of the wires of its leaves' gradients.
     """
 
     source: int
@@ -42,7 +42,7 @@ class Portal:
 def pack_messages(
     messages: Sequence[Sequence[LeafCodec]],
 ) -> tuple[Packing, Packing]:
-    """Packs what is sent between neighbours.
+    """Packs the messages between neighbours.
 
     If all messages are alike, each array keeps its shape. Messages that differ share flat vectors, and so
     share transfers.
@@ -65,7 +65,7 @@ def with_gradients(codecs: Sequence[LeafCodec]) -> list[LeafCodec]:
 
 
 def _wires(codecs: Sequence[LeafCodec], gradient: bool) -> list[Leaf]:
-    """The arrays of a message."""
+    """The wires of a message."""
     sent = with_gradients(codecs) if gradient else codecs
     return [leaf for codec in sent for leaf in codec.wire(gradient)]
 
@@ -76,13 +76,13 @@ def find_portals(
     leaf: Callable[[Any], Leaf] = Leaf,
     compression: MessageCompression = NO_COMPRESSION,
 ) -> list[Portal]:
-    """One portal for each pair of stages that skips connect.
+    """Makes one portal for each pair of stages that skips connect.
 
     Args:
-      skips: as in `Traced`.
+      skips: see `Traced`.
       starts: first layer of each stage, and the number of layers at the end.
       leaf: abstract leaf -> the `Leaf` that is packed.
-      compression: of messages.
+      compression: the compression of messages.
     """
     names_of: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
@@ -114,7 +114,7 @@ def find_portals(
 def _pack_skips(
     codecs: Mapping[str, Sequence[LeafCodec]], gradient: bool
 ) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
-    """One message of all skips, and skip -> places of what is sent of its leaves."""
+    """Packs one message of all skips. Returns also skip -> places of the wires of its leaves."""
     wires = {name: _wires(skip_codecs, gradient) for name, skip_codecs in codecs.items()}
     packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
     places = iter(packing.places[0])
@@ -128,13 +128,13 @@ def find_routes(
     portals: Sequence[Portal],
     kept: bool = False,
 ) -> list[tuple[Route, Packing]]:
-    """Every kind of message, with its packing.
+    """The kinds of messages, with their packings.
 
     Args:
       num_stages: S.
-      activations: as in `Stages`.
-      gradients: as in `Stages`; None if nothing runs backward.
-      portals: as in `Stages`.
+      activations: see `Stages`.
+      gradients: see `Stages`; None if nothing runs backward.
+      portals: see `Stages`.
       kept: whether backwards read the activations that have arrived.
 
     Returns:

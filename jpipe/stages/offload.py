@@ -1,4 +1,4 @@
-"""What a pipeline keeps in the memory of the host, instead of the memory of its devices."""
+"""The parts of a pipeline that are in the memory of the host, instead of the memory of its devices."""
 
 import dataclasses
 import numbers
@@ -12,8 +12,8 @@ from jpipe.packing import CHUNK
 @suggests
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, but for one: the
-    norm of gradients in host memory is summed up chunk by chunk, so its last bits may differ.
+    """The parts that `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, with one
+    exception: the norm of gradients in host memory is summed chunk by chunk, so its last bits may differ.
 
     Attributes:
       optimizer: the part of the optimizer's state, from 0 to 1. A weight's part of the state is in host memory
@@ -29,7 +29,7 @@ class Offload:
       weights: the part of the weights of stages, from 0 to 1: whole weights, the largest first. A forward and a
         backward bring the weights of a layer to the device while they run the layer before. An update brings a chunk
         of a weight to the device and back.
-      gradients: the same part of the gradients. A backward brings the gradients of a layer to the device, adds to
+      gradients: the part of the gradients of stages. A backward brings the gradients of a layer to the device, adds to
         them, and takes them back.
 
     References:
@@ -69,7 +69,7 @@ class Offload:
             )
 
     def __bool__(self) -> bool:
-        """Whether anything is offloaded."""
+        """Returns whether anything is offloaded."""
         shares = self.optimizer, self.weights, self.gradients
         return max(shares) > 0 or self.activations is not None
 
@@ -85,12 +85,12 @@ def _check_share(name: str, share: Any, what: str) -> None:
 
 
 class HostMoves(NamedTuple):
-    """How often a step moves what is in host memory.
+    """Number of moves of values in host memory in a step.
 
     Attributes:
-      optimizer: a byte of the optimizer's state.
-      weights: of a weight.
-      gradients: of a gradient.
+      optimizer: moves of a byte of the optimizer's state.
+      weights: moves of a byte of a weight.
+      gradients: moves of a byte of a gradient.
     """
 
     optimizer: int
@@ -99,7 +99,7 @@ class HostMoves(NamedTuple):
 
     @classmethod
     def of(cls, num_microbatches: int, passes: int) -> "HostMoves":
-        """The moves of a table.
+        """Counts the moves of a table.
 
         Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it
         back. An update brings and takes back weight, gradient and state, and brings the gradient once more for its
@@ -107,7 +107,7 @@ class HostMoves(NamedTuple):
 
         Args:
           num_microbatches: N.
-          passes: of a microbatch that read the weights: 2, and one more each where a backward is split and where it
+          passes: reads of a weight for a microbatch: 2, and one more each where a backward is split and where it
             runs the forward again.
         """
         return cls(2, passes * num_microbatches + 2, 2 * num_microbatches + 3)

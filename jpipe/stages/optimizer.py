@@ -78,7 +78,7 @@ class StageUpdates:
       by_operation: name of an operation of the table that updates -> the distinct updates of which a lane runs one:
         "update" -> those of stages, and for each unit of vocabulary layers its operation -> its update.
       program_of_stage: `[S]`, position in `programs`.
-      state: how the optimizer's state is packed, one owner for each program and share, then one for each unit.
+      state: the packing of the optimizer's state, one owner for each program and share, then one for each unit.
       norm_dtype: dtype of the gradient's norm, at least float32.
       reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
     """
@@ -123,12 +123,12 @@ class StageUpdates:
 
 
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
-    """What the optimizer sees on a stage: see `seen_by_optimizer`."""
+    """The tree that the optimizer sees on a stage: see `seen_by_optimizer`."""
     return seen_by_optimizer(stages, stages.layers_of(stage), per_layer)
 
 
 def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> list:
-    """What the optimizer sees of some layers: `per_layer`, with None for others.
+    """The tree that the optimizer sees of some layers: `per_layer`, with None for others.
 
     A tied weight appears once, in the first of its layers.
     """
@@ -142,12 +142,12 @@ def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence
 
 
 class _Placed(NamedTuple):
-    """Where a parameter, and what its gradient is summed in, lie on a stage.
+    """The places of a parameter, and of the sum of its gradient, on a stage.
 
     Attributes:
       parameter: place of the weight.
-      gradient: what its gradient is summed in.
-      row: at both.
+      gradient: the sum of its gradient, with its places.
+      row: the row at both places.
     """
 
     parameter: Place
@@ -156,7 +156,7 @@ class _Placed(NamedTuple):
 
 
 def _leaf_copies(stages: Stages, owner: int) -> tuple[tuple[_Placed, ...], ...]:
-    """For each leaf of `seen_by_optimizer` its copies on a stage, or on another of `Stages.owners`."""
+    """The copies of each leaf of `seen_by_optimizer` on a stage, or on another of `Stages.owners`."""
     places = {
         (layer, j): _Placed(place, gradient, row)
         for layer, run, row in stages.layer_runs(owner)
@@ -180,9 +180,9 @@ def _state_leaves(flat: FlatUpdate, parameters: Sequence, offload: Offload) -> l
 
     Args:
       flat: the update.
-      parameters: for each parameter leaf, `(place, row)` of its copies.
+      parameters: `(place, row)` of the copies of each parameter leaf.
       offload: the part of the bytes that is in host memory: the state of the largest parameters, so that
-        transfers are few. What belongs to no parameter stays on the device.
+        transfers are few. State that belongs to no parameter stays on the device.
     """
     places = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
     is_split = any(place.spec for place in places.values())
@@ -231,15 +231,15 @@ class _UpdateDraft(NamedTuple):
     stages.
 
     Attributes:
-      equations: as `with_hooks` and `with_sums` return them.
+      equations: the equations of `with_hooks` and `with_sums`.
       param_hooks: pass -> hook.
-      parameters: for each parameter leaf, `(place, row)` of its copies.
-      gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
-      replicas: that share the update.
+      parameters: `(place, row)` of the copies of each parameter leaf.
+      gradients: `(sum, row)` of the gradient of each parameter leaf.
+      replicas: the replicas that share the update.
       reads_stale: whether `equations` reads the weights of `STALE_PARAMS`, which come after the state.
-      parted: for each parameter leaf how it is split over devices; None: it is not.
-      parted_state: the same for each leaf of the optimizer's state.
-      state_leaves: of the optimizer.
+      parted: the split of each parameter leaf over devices; None: it is not split.
+      parted_state: the split of each leaf of the optimizer's state over devices.
+      state_leaves: leaves of the optimizer's state.
     """
 
     equations: Equations
@@ -263,15 +263,15 @@ def _draft(
 ) -> _UpdateDraft:
     """The update of one of `Stages.owners`, without leaves of the state.
 
-    The optimizer sees whole layers, also where a device has parts of them: what it does may depend on their shapes.
+    The optimizer sees whole layers, also where a device has parts of them: its update may depend on their shapes.
 
     Args:
       stages: the model.
       owner: position in `Stages.owners`.
       optimizer: any Optax chain.
-      flat: the same on the layers of the owner.
-      hooks: as in `make_updates`.
-      replicas: that share the update.
+      flat: the optimizer on the layers of the owner, flat.
+      hooks: see `make_updates`.
+      replicas: the replicas that share the update.
     """
     check_state_dtypes(flat)
     tree = seen_by_optimizer(stages, stages.owners[owner], [layer.parameters for layer in stages.layers])
@@ -288,12 +288,12 @@ def _draft(
 
 
 def _in_parts(draft: _UpdateDraft, state: Sequence[Place], devices: Sequence[int]) -> PackedDraft:
-    """An update on packed arrays, in parts that can each run alone.
+    """Cuts an update on packed arrays into parts that can each run alone.
 
     Args:
       draft: the update.
-      state: for each leaf of the optimizer's state, its place if nobody shares it.
-      devices: of each copy of each stage that has this update.
+      state: the place of each leaf of the optimizer's state if nobody shares it.
+      devices: the device of each copy of each stage that has this update.
     """
     equations = draft.equations
     state_leaves = [
@@ -382,12 +382,12 @@ def make_updates(
     Args:
       stages: the model, cut.
       optimizer: any Optax chain.
-      hooks: of `PASSES`: functions of trees that give the weights of the pass, see
+      hooks: pass of `PASSES` -> function of trees that gives the weights of the pass, see
         `StageUpdate.param_hooks`.
-      replicas: those that share the update of each stage; None: every replica updates all weights.
+      replicas: the replicas that share the update of each stage; None: every replica updates all weights.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
-      offload: what of the optimizer's state is in host memory.
-      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+      offload: the part of the optimizer's state in host memory.
+      devices: the devices of the copies of each stage; None: every stage is on a device of its own.
       one_row: whether a device has one version of the weights of one stage.
 
     Returns:
@@ -444,7 +444,7 @@ def make_updates(
 
 
 def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:
-    """`(arrays, name)` of each vector that an update reads or writes -> its size."""
+    """Size of each vector that an update reads or writes, by `(arrays, name)`."""
     packings = {"parameters": stages.parameters, "optimizer_state": state}
     packings |= {"gradients": stages.accumulators} | dict.fromkeys(PASSES, stages.parameters)
     return {
@@ -463,15 +463,15 @@ def _stage_updates(
     axis_sizes: Mapping[str, int],
     sizes: Mapping[tuple[str, str], int] | None = None,
 ) -> tuple[list[StageUpdate], Packing]:
-    """The updates of some drafts, and how their state is packed.
+    """The updates of some drafts, and the packing of their state.
 
     Args:
       drafts: the updates.
-      state: how the state is packed if nobody shares it, one owner for each draft.
-      devices: for each draft of each copy of each stage that has the update.
-      vectors: which leaves lie in vectors.
-      axis_sizes: as in `make_updates`.
-      sizes: of vectors that are changed at once, see `_sizes_of_vectors`.
+      state: the packing of the state if nobody shares it, one owner for each draft.
+      devices: the device of each copy of each stage that has the update, for each draft.
+      vectors: the choice of leaves in vectors.
+      axis_sizes: see `make_updates`.
+      sizes: the sizes of vectors that are changed at once, see `_sizes_of_vectors`.
     """
     in_parts = [
         _in_parts(draft, places, copy_devices)
@@ -501,7 +501,7 @@ def _stage_update(draft: _UpdateDraft, grouped: Grouped) -> StageUpdate:
 
 
 def _state_of_parts(flat: FlatUpdate, draft: _UpdateDraft) -> list[Leaf]:
-    """The optimizer's state of a unit: a device's parts, and all of what belongs to no parameter.
+    """The optimizer's state of a unit: a device's parts, and all leaves that belong to no parameter.
 
     Replicas along "data" all update the same.
     """
@@ -512,7 +512,7 @@ def _state_of_parts(flat: FlatUpdate, draft: _UpdateDraft) -> list[Leaf]:
 
 
 def _on_parts(part: PackedPart) -> PackedPart:
-    """A part of an update on the parts of parameters, if it works element by element; else on whole parameters."""
+    """A part of an update for the parts of parameters if it works element by element; else for whole parameters."""
     ways = {leaf.parted for leaf in part.leaves}
     leaf = next(iter(ways), None)
     if len(ways) > 1 or leaf is None or not is_elementwise(part):

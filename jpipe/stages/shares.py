@@ -1,4 +1,4 @@
-"""How the replicas of a stage share its update (ZeRO, stage 1: Rajbhandari et al., 2020, section 5.1).
+"""Shares of a stage's update between its replicas (ZeRO, stage 1: Rajbhandari et al., 2020, section 5.1).
 
 Each of the P replicas of a stage updates 1 / P of the weights, and keeps the optimizer's state of these
 alone. A *division* says how the leaves that one turn of an update reads are divided into P shares:
@@ -8,7 +8,7 @@ alone. A *division* says how the leaves that one turn of an update reads are div
     by whole leaves        any other update: P leaves of one shape, one for each replica
 
 A division brings leaves into *stacked* form: one array that has the P shares along two neighbouring axes,
-`[..., copies, data, ...]`. What is sent between replicas is a slice of it. Share k belongs to copy
+`[..., copies, data, ...]`. Replicas send slices of it. Share k belongs to copy
 `k // data` of the stage, on replica `k % data` along the mesh axis "data".
 """
 
@@ -43,11 +43,11 @@ class ReplicaCounts(NamedTuple):
 
 
 class Division(Protocol):
-    """How the leaves of one turn are divided over the replicas of a stage.
+    """A division of the leaves of one turn over the replicas of a stage.
 
     Attributes:
-      replicas: of the stage.
-      axis: of the stacked form, along which the parts of the copies are. The next axis is that of "data".
+      replicas: the replicas of the stage.
+      axis: the axis of the stacked form along which the parts of the copies are. The next axis is that of "data".
       num_leaves: leaves in a turn.
     """
 
@@ -61,23 +61,23 @@ class Division(Protocol):
     def num_leaves(self) -> int: ...
 
     def stacked(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The leaves in stacked form."""
+        """Brings leaves into stacked form."""
         ...
 
     def leaves(self, stacked: jax.Array) -> list[jax.Array]:
-        """The leaves of a stacked form."""
+        """Takes the leaves out of a stacked form."""
         ...
 
     def to_share(self, part: jax.Array) -> jax.Array:
-        """One part of a stacked form, without its two axes, as the update takes it."""
+        """Removes the two axes of one part of a stacked form, for the update."""
         ...
 
     def from_share(self, share: jax.Array) -> jax.Array:
-        """The part of a stacked form that a share is."""
+        """Converts a share to the part of a stacked form."""
         ...
 
     def part_spec(self, spec: tuple) -> tuple:
-        """How the compiler splits one part of a stacked form, without its two axes, of leaves with a spec."""
+        """The split by the compiler of one part of a stacked form, without its two axes, of leaves with a spec."""
         ...
 
 
@@ -190,7 +190,7 @@ class WholeLeaves:
 
     @property
     def leaf_of_share(self) -> list[int | None]:
-        """`leaf_of` every share."""
+        """`leaf_of` of every share."""
         return [self.leaf_of(k) for k in range(self.replicas.number)]
 
     def stacked(self, leaves: Sequence[jax.Array]) -> jax.Array:
@@ -221,12 +221,12 @@ def division_of_leaf(
     is_pooled: bool,
     axis_sizes: Mapping[str, int],
 ) -> AlongDim | AsVector | None:
-    """How a leaf is divided whose update works element by element; None if it stays whole.
+    """The division of a leaf whose update works element by element; None if it stays whole.
 
     Args:
-      replicas: of the stage.
-      shape: of the leaf.
-      spec: how the leaf is split over automatic axes.
+      replicas: the replicas of the stage.
+      shape: the shape of the leaf.
+      spec: the split of the leaf over automatic axes.
       is_pooled: whether the leaf is in a pool, whose rows keep their shape.
       axis_sizes: sizes of the automatic axes.
     """
@@ -243,7 +243,7 @@ def division_of_leaf(
 
 
 def part_of(stacked: jax.Array, axis: int, number: jax.Array | int) -> jax.Array:
-    """One part of a stacked form along one of its two axes, without the axis."""
+    """Takes one part of a stacked form along one of its two axes, without the axis."""
     return lax.dynamic_index_in_dim(stacked, number, axis, keepdims=False)
 
 

@@ -26,11 +26,11 @@ class StageUpdate:
         by the values of `EXTRA_ARGS`, and with hooks by the delays of `PASSES`.
       param_hooks: pass -> the function `(parameters, optimizer_state, delay) -> parameters`, of
         flat lists.
-      parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
+      parameters: `(place, row)` of all copies of each parameter leaf on the stage; several if
         tied.
-      gradients: for each parameter leaf, `(sum, row)` of what its gradient is summed in.
-      state: for each leaf of the optimizer's state the pieces in which it is placed.
-      replicas: of the stage, if they share the update; else one.
+      gradients: `(sum, row)` of the gradient of each parameter leaf.
+      state: the pieces in which each leaf of the optimizer's state is placed.
+      replicas: the replicas of the stage, if they share the update; else one.
     """
 
     groups: Sequence[UpdateGroup]
@@ -55,9 +55,9 @@ class MergedUpdate:
     A group has the turns of all of them, one update after the other.
 
     Attributes:
-      numbers: of the updates among those of all stages.
+      numbers: the numbers of the updates among those of all stages.
       groups: the turns.
-      num_turns: int32 `[groups, programs]`, how many turns of a group each update has.
+      num_turns: int32 `[groups, programs]`, number of turns of a group that each update has.
       shared: see `StageUpdate`; turn u is that of update u.
       gradient_arrays: see `StageUpdate`, of all updates.
       has_hooks: whether the weights of hooks are written.
@@ -74,13 +74,13 @@ class MergedUpdate:
 
     @property
     def first_turn(self) -> np.ndarray:
-        """int32 `[groups, programs]`, the first turn of each update in a group."""
+        """The first turn of each update in a group, int32 `[groups, programs]`."""
         return np.cumsum(self.num_turns, axis=1, dtype=np.int32) - self.num_turns
 
 
 def merge_updates(programs: Sequence[StageUpdate]) -> list[MergedUpdate]:
-    """The updates, in as few as can have loops in common: the compiled program grows with the kinds of layers, not with
-    the stages.
+    """Joins the updates to as few as can share loops. The compiled program then grows with the kinds of layers, not
+    with the stages.
     """
     alike: dict[tuple, list[int]] = {}
     for u, program in enumerate(programs):
@@ -116,7 +116,7 @@ def _merged(numbers: Sequence[int], programs: Sequence[StageUpdate]) -> MergedUp
 
 
 def _layout(slots: LeafSlots) -> tuple:
-    """Where the slots are, but for the first indices."""
+    """The places of the slots, without the first indices."""
     copies = [
         (dataclasses.replace(place, base=0, stride=0, count=1), starts.shape[1]) for place, starts in slots.copies
     ]
@@ -124,7 +124,7 @@ def _layout(slots: LeafSlots) -> tuple:
 
 
 def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
-    """One group with the turns of all."""
+    """Joins groups to one group with the turns of all."""
     return groups[0]._replace(
         inputs=_joined_slots([group.inputs for group in groups]),
         outputs=_joined_slots([group.outputs for group in groups]),
@@ -134,7 +134,7 @@ def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
 
 
 def _joined_slots(slots_of_members: Sequence[Sequence[LeafSlots]]) -> list[LeafSlots]:
-    """Each input or output with the turns of all members."""
+    """Joins the turns of all members, for each input or output."""
     joined = []
     for slots in zip(*slots_of_members, strict=True):
         copies = [

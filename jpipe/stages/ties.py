@@ -1,4 +1,4 @@
-"""Tied weights: which leaves of which layers are one parameter."""
+"""Tied weights: leaves of several layers that are one parameter."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from jpipe.layers.layer import Layer
 
 
 def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[int, int], ...]]:
-    """Ties as `(layer, leaf)` pairs.
+    """Resolves ties to `(layer, leaf)` pairs.
 
     Args:
       layers: bound layers.

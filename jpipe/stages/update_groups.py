@@ -1,4 +1,4 @@
-"""The parts of updates in groups, and where each replica of a stage keeps its share of the state.
+"""The parts of updates in groups, and the places of each replica's share of the state.
 
 A group is one program that runs for many leaves, one *turn* after the other. If the replicas of a stage
 share the update, a turn has a division (`jpipe.stages.shares`), the program works on a share, and the
@@ -31,7 +31,7 @@ STATE = "optimizer_state"
 
 
 class LeafSlots(NamedTuple):
-    """Where the turns of a group have one of their inputs or outputs.
+    """The places of one of the inputs or outputs of a group's turns.
 
     Attributes:
       arrays: "parameters", "stale_params", "gradients", "optimizer_state", or a pass whose weights a hook gives.
@@ -51,11 +51,11 @@ class UpdateGroup(NamedTuple):
 
     Attributes:
       run: `(*inputs, *shared, *extra) -> outputs`, on leaves or on shares.
-      inputs: where the inputs are.
-      outputs: where the outputs go.
-      num_turns: how many turns there are.
+      inputs: the places of the inputs.
+      outputs: the places of the outputs.
+      num_turns: the number of turns.
       kept: int32 `[turns, 2]`, see `PackedPart`.
-      division: how each turn is divided over the replicas of the stage; None: every replica updates all.
+      division: the division of each turn over the replicas of the stage; None: every replica updates all.
     """
 
     run: Equations
@@ -72,10 +72,10 @@ class Piece:
 
     Attributes:
       share: the share that has them; None: all replicas have them.
-      place: where they are.
+      place: their place.
       view: the shape of the leaf from which they are taken.
       index: their index in it: the place has `leaf.reshape(view)[index]`.
-      parted: how the leaf is split over devices, if the place has a device's part of it.
+      parted: the split of the leaf over devices, if the place has a device's part of it.
     """
 
     share: int | None
@@ -89,11 +89,11 @@ class PackedDraft(NamedTuple):
     """An update of a stage whose state is placed as if nobody shared it.
 
     Attributes:
-      parts: what runs alone.
+      parts: the parts, which each run alone.
       common: scalars and constants that every part may read.
       state: the place of each leaf of the optimizer's state.
-      replicas: of the stage.
-      devices: of each copy of each stage that has this update.
+      replicas: the replicas of the stage.
+      devices: the device of each copy of each stage that has this update.
     """
 
     parts: Sequence[PackedPart]
@@ -108,8 +108,8 @@ class Grouped(NamedTuple):
 
     Attributes:
       groups: the groups.
-      common: where the scalars and constants are that every part may read.
-      pieces: for each leaf of the optimizer's state where it is.
+      common: the places of the scalars and constants that every part may read.
+      pieces: the pieces of each leaf of the optimizer's state.
     """
 
     groups: Sequence[UpdateGroup]
@@ -118,7 +118,7 @@ class Grouped(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """A group before its state is placed: for each turn the parts that it runs."""
+    """A group before its state is placed: the parts that each turn runs."""
 
     run: Equations
     division: AlongDim | AsVector | WholeLeaves | None
@@ -135,9 +135,9 @@ def group_updates(
 
     Args:
       drafts: the updates.
-      state: how the state of each draft is packed if nobody shares it.
+      state: the packing of the state of each draft if nobody shares it.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
-      occupancy: of the shares of the state, see `Packing.of`.
+      occupancy: the occupancy of the shares of the state, see `Packing.of`.
 
     Returns:
       The groups of each draft, and how the shares of the state are packed: one owner for each draft
@@ -177,7 +177,7 @@ def group_updates(
 
 
 def _turns(draft: PackedDraft, state: Packing, axis_sizes: Mapping[str, int]) -> list[_Turns]:
-    """The parts in groups: parts that are one program on leaves of the same arrays."""
+    """Groups the parts: a group is one program on leaves of the same arrays."""
     alike: dict[tuple, list[PackedPart]] = {}
     for part in draft.parts:
         alike.setdefault((part.equations.text(), part.layout()), []).append(part)
@@ -199,7 +199,7 @@ def _turns(draft: PackedDraft, state: Packing, axis_sizes: Mapping[str, int]) ->
 
 
 def _division(part: PackedPart, replicas: ReplicaCounts, axis_sizes: Mapping[str, int]) -> AlongDim | AsVector | None:
-    """How each leaf of a part is divided; None: leaves stay whole."""
+    """The division of each leaf of a part; None: leaves stay whole."""
     if replicas.number == 1 or not part.inputs or not is_elementwise(part):
         return None
     place = part.outputs[0].copies[0][0]
@@ -219,9 +219,9 @@ def _whole_leaves(
 
     Args:
       members: parts with one program.
-      replicas: of the stage.
-      state: how the state is packed if nobody shares it.
-      load: `[P]`, bytes of state of each share; what the rest needs is added where there is least.
+      replicas: the replicas of the stage.
+      state: the packing of the state if nobody shares it.
+      load: `[P]`, bytes of state of each share. The rest is added where there is least.
     """
     P, result = replicas.number, []
     num_full = len(members) // P * P
@@ -262,9 +262,9 @@ class _Slot(NamedTuple):
     Attributes:
       key: its array if nobody shares it, and its first index there.
       shape: its shape.
-      division: of the turn; None: all shares have all of it.
-      number: of the leaf in its turn.
-      leaf: what a share has of it.
+      division: the division of the turn; None: all shares have all of it.
+      number: the number of the leaf in its turn.
+      leaf: the part of it that a share has.
     """
 
     key: tuple[str, int]
@@ -274,7 +274,7 @@ class _Slot(NamedTuple):
     leaf: Leaf
 
     def is_of(self, share: int) -> bool:
-        """Whether a share has numbers of it."""
+        """Returns whether a share has numbers of it."""
         if isinstance(self.division, WholeLeaves):
             return self.division.leaf_of(share) == self.number
         return True
@@ -303,7 +303,7 @@ class _SharedState:
         self._places: list[dict[tuple[str, int], Place]] = []
 
     def owners(self) -> list[list[Leaf]]:
-        """For each share its leaves. What all shares have comes first, so that all have it at one place."""
+        """The leaves of each share. Leaves that all shares have come first, so that all have them at one place."""
         return [[slot.leaf for slot in self._slots if slot.is_of(k)] for k in range(self.draft.replicas.number)]
 
     def place(self, places: Sequence[Sequence[Place]]) -> None:
@@ -313,7 +313,7 @@ class _SharedState:
             self._places.append(dict(zip(keys, share_places, strict=True)))
 
     def slots(self, leaves: Sequence[Sequence[PackedLeaf]], division: Division | None) -> LeafSlots:
-        """Where the turns of a group have one leaf of state; `leaves[t][n]` is leaf n of turn t."""
+        """The places of one leaf of state of a group's turns; `leaves[t][n]` is leaf n of turn t."""
         shares = range(self.draft.replicas.number)
         if isinstance(division, WholeLeaves):
             numbers = [division.leaf_of(k) for k in shares]
@@ -328,7 +328,7 @@ class _SharedState:
         return LeafSlots(STATE, [(place, np.array(starts, np.int32))])
 
     def pieces(self) -> list[list[Piece]]:
-        """Where each leaf of the state is."""
+        """The pieces of each leaf of the state."""
         return [self._pieces_of(place) for place in self.draft.state]
 
     def _slots_of(self, place: Place) -> list[_Slot]:
@@ -354,14 +354,14 @@ class _SharedState:
         ]
 
     def _shares_of(self, slot: _Slot) -> list[int | None]:
-        """The shares that differ in what they have of a slot; None: all shares have the same."""
+        """The shares that have different parts of a slot; None: all shares have the same."""
         if slot.division is None:
             return [None]
         shares = range(self.draft.replicas.number)
         return [k for k in shares if slot.is_of(k)]
 
     def _piece(self, slot: _Slot, share: int | None, leaf: Place) -> Piece | None:
-        """What a share has of a leaf in a slot."""
+        """The piece of a leaf that a share has in a slot."""
         here, division = self._places[share or 0][slot.key], slot.division
         if isinstance(division, AlongDim):
             index = (*[slice(None)] * division.axis, share)
@@ -431,7 +431,7 @@ def _slots(
     shared: _SharedState | None = None,
     division: Division | None = None,
 ) -> LeafSlots:
-    """Where a group has one input or output; `leaves[t][n]` is leaf n of turn t."""
+    """The places of one input or output of a group; `leaves[t][n]` is leaf n of turn t."""
     first = leaves[0][0]
     if first.arrays == STATE and shared is not None:
         return shared.slots(leaves, division)

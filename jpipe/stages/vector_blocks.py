@@ -30,7 +30,7 @@ class PackedLeaf(NamedTuple):
     Attributes:
       arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
       copies: `(place, row)` of each copy; several if tied.
-      parted: how a leaf is split whose parts are there, if the update takes the whole; None: it takes what is there.
+      parted: the split of a leaf whose parts are there, if the update takes the whole; None: it takes the part.
     """
 
     arrays: str
@@ -38,7 +38,7 @@ class PackedLeaf(NamedTuple):
     parted: PartedLeaf | None = None
 
     def layout(self) -> tuple:
-        """What leaves of one group have in common."""
+        """The facts that the leaves of one group share."""
         return self.arrays, self.parted, tuple(place.array for place, _ in self.copies)
 
     def starts(self) -> tuple[int, ...]:
@@ -64,9 +64,9 @@ class PackedPart(NamedTuple):
 
     Attributes:
       equations: `(*inputs, *shared) -> outputs`.
-      inputs: where the inputs are.
-      outputs: where the outputs go.
-      kept: how many numbers at the start and at the end of each output stay as they are: those that a part before
+      inputs: the places of the inputs.
+      outputs: the places of the outputs.
+      kept: numbers of kept elements at the start and at the end of each output: those that a part before
         this one has updated, and padding.
     """
 
@@ -80,7 +80,7 @@ class PackedPart(NamedTuple):
         return [*self.inputs, *self.outputs]
 
     def layout(self) -> tuple:
-        """Where the part reads and writes, but for the indices."""
+        """The places that the part reads and writes, without the indices."""
         return (
             tuple(leaf.layout() for leaf in self.inputs),
             tuple(leaf.layout() for leaf in self.outputs),
@@ -112,13 +112,13 @@ def in_blocks(
     equal: bool,
     whole: Mapping[tuple[str, str], int] | None = None,
 ) -> list[list[PackedPart]]:
-    """The parts of each update, with those that work element by element on vectors replaced by blocks.
+    """Replaces parts that work element by element on vectors by blocks.
 
     Args:
       updates: the parts of the updates of all stages.
       size: the most numbers of a block.
       equal: whether blocks of vectors of unlike size have one size. The last block of a vector then overlaps the one
-        before. Else the last block has what is left.
+        before. Else the last block has the rest.
       whole: `(arrays, name)` -> size of each packed vector. If there is nothing else in all the packed vectors that a
         vector is in, it is one block, with the padding behind it: it is read and written in place. None: no
         vector is.
@@ -157,7 +157,7 @@ def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int |
 
     Args:
       vector: the vector.
-      sizes: as `whole` of `in_blocks`.
+      sizes: see `whole` of `in_blocks`.
     """
     common_sizes = {sizes.get(array) for array in vector.arrays()}
     first = all(i == 0 for leaf in vector.first.leaves for i in leaf.starts())
@@ -193,7 +193,7 @@ def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vecto
 
 
 def in_chunks(parts: Sequence[PackedPart]) -> list[PackedPart]:
-    """The parts, with those replaced by chunks that work element by element on leaves cut into chunks.
+    """Replaces parts that work element by element on leaves cut into chunks by their chunks.
 
     Such leaves are in host memory. A chunk is the same numbers of every leaf of the part, so an update
     brings one chunk of each to the device at a time.
@@ -223,7 +223,7 @@ def _size(part: PackedPart) -> int:
 
 
 def is_elementwise(part: PackedPart) -> bool:
-    """Whether every number of the outputs depends on the same number of each input, and on scalars."""
+    """Returns whether every number of the outputs depends on the same number of each input, and on scalars."""
     inputs = part.equations.inputs[: len(part.inputs)]
     if not inputs:
         return False
@@ -326,7 +326,7 @@ def _whole(vector: _Vector, size: int) -> PackedPart:
 
 
 def _blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
-    """Blocks of `size` numbers; the last has what is left."""
+    """Cuts the vector into blocks of `size` numbers; the last has the rest."""
     bounds = list(itertools.pairwise([*range(0, vector.size, size), vector.size]))
     runs = {n: on_shape(vector.first, (n,)) for n in {b - a for a, b in bounds}}
     for start, end in bounds:

@@ -6,9 +6,10 @@ is the first layer, a head if it is the last. It belongs to no device alone. In 
 the first or the last stage: all devices run it in the ticks in which its home runs, read the version of the weights
 that its home reads, and update it when its home updates. `jpipe.vocabulary` says what each device computes.
 
-A device keeps a part of every parameter of the layer. What is not split by the vocabulary, such as a norm's scale, is
-split along its first dim and gathered before the layer reads it. An update of the optimizer that works element by
-element changes the parts. Any other gathers them, computes the update of the whole on every device, and keeps its part.
+A device keeps a part of every parameter of the layer. A parameter that is not split by the vocabulary, such as a norm's
+scale, is split along its first dim and gathered before the layer reads it. An update of the optimizer that works
+element by element changes the parts. Any other gathers them, computes the update of the whole on every device, and
+keeps its part.
 
 Letters: P parts, one for each device of the axis "stage"; V versions.
 """
@@ -47,7 +48,7 @@ class PartedLeaf(NamedTuple):
       dim: the dim along which the parts follow each other. The last part ends with zeros if P does not divide it.
       is_split: whether the layer reads the part; else it reads the whole parameter.
       num_parts: P.
-      spec: how the compiler splits a part over automatic axes of the mesh, as in `jpipe.packing.Leaf`.
+      spec: the split of a part by the compiler over automatic axes of the mesh, as in `jpipe.packing.Leaf`.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -78,7 +79,7 @@ class PartedLeaf(NamedTuple):
         return slice(start, stop)
 
     def padding(self) -> list[tuple[int, int]]:
-        """What `pad` adds to the whole parameter, so that it has equal parts."""
+        """The padding that `pad` adds to the whole parameter, so that it has equal parts."""
         widths = [(0, 0)] * len(self.aval.shape)
         missing = self.num_rows * self.num_parts - self.aval.shape[self.dim]
         widths[self.dim] = (0, missing)
@@ -93,9 +94,9 @@ class VocabularyLayer:
       index: its number in the model.
       layer: the layer.
       leaves: its parameters.
-      compute_dtype: as in `Pipeline`.
+      compute_dtype: see `Pipeline`.
       key_impl: implementation of its random key.
-      places: where a device's part of each parameter is, in the packing of its `Unit`; tied leaves have one place.
+      places: places of a device's part of each parameter, in the packing of its `Unit`; tied leaves have one place.
     """
 
     index: int
@@ -106,10 +107,10 @@ class VocabularyLayer:
     places: tuple[Place, ...] = ()
 
     def outputs(self, parameters: Sequence, key_data: Any, inputs: Any, train: bool) -> Any:
-        """The layer's outputs, on every device.
+        """Computes the layer's outputs, on every device.
 
         Args:
-          parameters: for each leaf this device's part, or the whole if the layer reads the whole.
+          parameters: this device's part of each leaf, or the whole if the layer reads the whole.
           key_data: data of its random key.
           inputs: its inputs, equal on all devices.
           train: whether it runs as in training.
@@ -145,7 +146,7 @@ class Unit(NamedTuple):
       name: `EMBEDDING` or `HEAD`; tied layers are one unit, `EMBEDDING`.
       home: the stage whose updates it follows.
       layers: the layers.
-      packing: how a device's parts are packed, in arrays of their own. The sums of their gradients have the same
+      packing: the packing of a device's parts, in arrays of their own. The sums of their gradients have the same
         places.
     """
 
@@ -176,12 +177,12 @@ class Vocabulary:
     Attributes:
       embedding: the first layer, or None.
       head: the last layer, or None.
-      units: what is updated together.
+      units: the groups of layers that are updated together.
       loss: the loss of the pipeline.
       output_dtype: the dtype of the head's outputs; None: as they are.
       embedded: abstract leaves of the outputs of the embedding.
       head_inputs: tree of the abstract inputs of the head.
-      head_reads: of its leaves, whether the head reads them.
+      head_reads: for each leaf of `head_inputs` whether the head reads it.
       microbatch: tree of an abstract microbatch.
       reported: abstract values that layers report to the loss, by name. Their sums travel beside the activations, as
         `(activation, sums)`; without reports the activation is alone.
@@ -200,7 +201,7 @@ class Vocabulary:
 
     @property
     def layers(self) -> list[VocabularyLayer]:
-        """Its layers."""
+        """The embedding and the head, if the model has them."""
         return [layer for layer in (self.embedding, self.head) if layer is not None]
 
     def inner(self, num_layers: int) -> range:
@@ -208,7 +209,7 @@ class Vocabulary:
         return range(self.embedding is not None, num_layers - (self.head is not None))
 
     def together(self, num_stages: int) -> dict[str, Follows]:
-        """The operations that all devices run together, and what each follows."""
+        """Operation that all devices run together -> the operation that it follows."""
         followed = {}
         if self.embedding is not None:
             followed["embed"] = Follows("forward", 0)
@@ -221,30 +222,30 @@ class Vocabulary:
 
     @functools.cached_property
     def parted(self) -> dict[Place, PartedLeaf]:
-        """The place of each parameter, and how it is split."""
+        """The place and the split of each parameter."""
         return {place: leaf for unit in self.units for place, leaf in unit.stored().items()}
 
     def embedding_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
-        """The embedding's outputs for a list of its inputs, equal on all devices."""
+        """Computes the embedding's outputs for a list of its inputs, equal on all devices."""
         assert self.embedding is not None
         inputs = jax.tree.structure(self.microbatch["inputs"]).unflatten(inputs)
         outputs = self.embedding.outputs(parameters, key_data, inputs, train)
         return cast(outputs, self.embedding.compute_dtype)
 
     def head_outputs(self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool) -> Any:
-        """The head's outputs for a list of its inputs, with `SplitLogits` in it."""
+        """Computes the head's outputs for a list of its inputs, with `SplitLogits` in it."""
         assert self.head is not None
         inputs, _ = self._head_inputs_and_sums(inputs)
         outputs = self.head.outputs(parameters, key_data, inputs, train)
         return cast(outputs, self.output_dtype)
 
     def _head_inputs_and_sums(self, inputs: Sequence) -> tuple[Any, Mapping[str, Any]]:
-        """The activation that the head takes, and the sums of what layers have reported."""
+        """The activation that the head takes, and the sums of the reports of layers."""
         tree = jax.tree.structure(self.head_inputs).unflatten(inputs)
         return tree if self.reported else (tree, {})
 
     def first_sums(self) -> list[jax.Array]:
-        """The leaves that follow the embedding's outputs: the sums of what layers report, at the beginning."""
+        """The leaves that follow the embedding's outputs: the first sums of the reports of layers."""
         sums = {name: jnp.zeros(a.shape, a.dtype) for name, a in self.reported.items()}
         return jax.tree.leaves(sums)
 
@@ -255,10 +256,10 @@ class Vocabulary:
         batch: Sequence[jax.Array],
         loss_key: Any,
     ) -> LossTerms:
-        """The loss of a microbatch, equal on all devices.
+        """Computes the loss of a microbatch, equal on all devices.
 
         Args:
-          outputs: of the head.
+          outputs: the outputs of the head.
           inputs: a list of the head's inputs.
           batch: leaves of the microbatch.
           loss_key: data of the random key of the loss.
@@ -287,18 +288,18 @@ def find(
     num_stages: int,
     axis_rules: AxisRules,
 ) -> Vocabulary:
-    """The vocabulary layers of a traced model.
+    """Finds the vocabulary layers of a traced model.
 
     Args:
       traced: the layers, traced as whole layers.
       num_parts: P, devices of the axis "stage"; 1: every layer is whole.
       loss: the loss.
       microbatch: tree of an abstract microbatch.
-      ties: as in `jpipe.stages.cut.Stages`.
-      compute_dtype: as in `Pipeline`.
+      ties: see `jpipe.stages.cut.Stages`.
+      compute_dtype: see `Pipeline`.
       key_impl: implementation of the random keys.
       num_stages: S.
-      axis_rules: from the logical names of dims to axes.
+      axis_rules: the rules from the logical names of dims to axes.
 
     Raises:
       ValueError: if another layer than the first or the last names the axis "stage", or a layer cannot be split.
@@ -353,7 +354,7 @@ def _parted(
     rules: AxisRules,
     sizes: Mapping[str, int],
 ) -> tuple[PartedLeaf, ...]:
-    """The parameters of a layer, as they would be split; the compiler splits each part as it splits other weights."""
+    """Splits the parameters of a layer. The compiler splits each part as it splits other weights."""
     leaves, tree = jax.tree.flatten(layer.parameters)
     specs = tree.flatten_up_to(layer.specs) if layer.specs else [()] * len(leaves)
     result = []
@@ -374,7 +375,7 @@ def _parted(
 
 
 def _is_over_stages(name: str, rules: AxisRules) -> bool:
-    """Whether a dim of this name is split over the axis "stage": by the first rule for the name, or as the axis
+    """Returns whether a dim of this name is split over the axis "stage": by the first rule for the name, or as the axis
     itself.
     """
     targets = [target for known, target in rules if known == name]
@@ -412,7 +413,7 @@ def _check_layer(layer: Layer, index: int, num_layers: int, leaves: Sequence[Par
 
 
 def _check_no_report(split_layer: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]) -> None:
-    """Raises `ValueError` if a vocabulary layer reports: each device would report what its part gives."""
+    """Raises `ValueError` if a vocabulary layer reports: each device would report values of its part alone."""
     layer, key = (
         split_layer.layer,
         jax.eval_shape(lambda: jax.random.key(0, impl=split_layer.key_impl)),
@@ -454,7 +455,7 @@ def _units(
     ties: Sequence[Sequence[tuple[int, int]]],
     num_stages: int,
 ) -> Iterable[Unit]:
-    """The units of vocabulary layers: tied layers are one unit."""
+    """Groups vocabulary layers to units: tied layers are one unit."""
     owner_of: dict[tuple[int, int], tuple[int, int]] = {}
     for tie in ties:
         inside = [(i, j) for i, j in tie if i in split_layers]
@@ -547,7 +548,7 @@ def check_table(layers: Vocabulary, schedule: Schedule, delays: Mapping[str, np.
 
 
 def _is_read_later(schedule: Schedule) -> bool:
-    """Whether each backward of the last stage is in a later tick than its forward."""
+    """Returns whether each backward of the last stage is in a later tick than its forward."""
     ticks = schedule.forward_ticks(), schedule.backward_ticks()
     forward, backward = (schedule.by_stage(cells)[:, -1] for cells in ticks)
     return bool((forward < backward).all())
