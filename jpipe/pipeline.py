@@ -23,7 +23,7 @@ from jpipe.engine import traffic
 from jpipe.engine.calls import check_state, outside_mesh, public
 from jpipe.engine.state import PipelineState
 from jpipe.engine.traffic import MessageRecord
-from jpipe.layers.as_layers import as_layers, shared_weights
+from jpipe.layers import model_tree
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
@@ -43,6 +43,7 @@ from jpipe.options.settings import Settings, same_shapes
 from jpipe.options.splits import Splits
 from jpipe.program import Program
 from jpipe.schedule import Schedule
+from jpipe.segments import model_of
 from jpipe.stages.cut import check_boundaries
 from jpipe.stages.offload import Offload
 from jpipe.states import agreement, hyperparams, portable
@@ -240,7 +241,7 @@ class Pipeline:
         checks.check_loss(loss)
         checks.check_optimizer(optimizer)
         check_recompute(recompute)  # `Numbers` needs it too; here it is refused before layers are read
-        self.layers = as_layers(layers)
+        model = model_of(layers)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.has_aux = has_aux
         numbers = Numbers.checked(
@@ -254,8 +255,9 @@ class Pipeline:
         self.accumulate_dtype = numbers.accumulate_dtype
         self.loss_scale = numbers.loss_scale
         hooks = checks.check_hooks(forward=forward_params, backward=backward_params)
-        self.ties = [*shared_weights(layers), *checks.check_ties(ties)]
-        starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
+        self.ties = checks.check_ties(ties)
+        self._boundaries = boundaries
+        starts = self._checked_boundaries(model.number) if model.number is not None else None
         if mesh is None:
             mesh = make_mesh(stage=schedule.num_devices, ring=schedule.ring)
         self.mesh = checks.check_mesh(mesh, schedule)
@@ -275,7 +277,7 @@ class Pipeline:
         self.accumulate_gradients = communication.accumulate_gradients
         self._device_memory = check_device_memory(device_memory, offload, self.mesh)
         self._settings = Settings(
-            layers=self.layers,
+            model=model,
             loss=Loss.of(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
@@ -296,6 +298,9 @@ class Pipeline:
         self._balanced: dict[tuple, list[int]] = {}
         self._programs: dict[tuple, Program] = {}
 
+    def _checked_boundaries(self, num_layers: int) -> list[int] | None:
+        return check_boundaries(self._boundaries, num_layers, self.schedule.num_stages)
+
     @property
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
@@ -310,7 +315,8 @@ class Pipeline:
     def _program_to_restore(self, batch: Any, key_impl: str, starts: Sequence[int]) -> Program:
         """The program of a state that was saved with a cut. The program keeps the cut if it fits."""
         fits = len(starts) == self.schedule.num_stages + 1
-        fits = fits and starts[-1] == len(self.layers)
+        number = self._settings.model.number
+        fits = fits and number in (None, starts[-1])
         microbatch = self._settings.microbatch(batch)
         return self._program_of(microbatch, key_impl, starts if fits else None)
 
@@ -334,7 +340,8 @@ class Pipeline:
         if key not in self._traced:
             self._traced[key] = self._settings.trace(microbatch, key_impl)
         traced = self._traced[key]
-        starts = self._starts or starts
+        # A whole model has a number of layers only now.
+        starts = self._starts or self._checked_boundaries(len(traced.layers)) or starts
         if starts is None:
             if key not in self._balanced:
                 balance = entry_points.load(f"boundaries by {self._balance}")
@@ -344,7 +351,7 @@ class Pipeline:
                     inner = list(balance(self._settings, traced, microbatch))
                 if shared:  # what each process measures differs
                     inner = from_first(inner)
-                self._balanced[key] = [0, *inner, len(self.layers)]
+                self._balanced[key] = [0, *inner, len(traced.layers)]
             starts = self._balanced[key]
         key = *key, tuple(starts)
         if key not in self._programs:
@@ -386,7 +393,7 @@ class Pipeline:
         axes = " x ".join(f"{name}={n}" for name, n in sizes.items())
         return (
             f"Pipeline({schedule.name}: {schedule.num_stages} stages of "
-            f"{len(self.layers)} layers, {cut}, {schedule.num_microbatches} microbatches, "
+            f"{self._settings.model.number or 'the'} layers, {cut}, {schedule.num_microbatches} microbatches, "
             f"on {self.mesh.size} {self.mesh.devices.flat[0].platform} devices, {axes})"
         )
 
@@ -425,12 +432,10 @@ class Pipeline:
         checks.check_key(key)
         agreement.check_arguments(self._settings, self._balance, key, batch)
         microbatch = self._settings.microbatch(batch)
-        if isinstance(params, Sequence):
-            params = [as_parameters(values) for values in params]
-        if isinstance(mutable_state, Sequence):
-            mutable_state = [as_mutable_state(values) for values in mutable_state]
         program = self._program_of(microbatch, jax.random.key_impl(key))
         stages = program.stages
+        params = model_tree.per_layer(stages.layers, params, as_parameters)
+        mutable_state = model_tree.per_layer(stages.layers, mutable_state, as_mutable_state, "state")
         if params is not None:
             checks.check_fit("params", params, stages.layers, "parameters")
             checks.check_ties_agree(params, stages)
@@ -513,12 +518,14 @@ class Pipeline:
         With several processes every process must call it, and process 0 gets the weights. The others get
         None.
         """
-        return portable.parameters(self._adopted(state))
+        state = self._adopted(state)
+        return model_tree.joined(state.program.stages.layers, portable.parameters(state))
 
     @public("get_mutable_state", _is_shared)
     def get_mutable_state(self, state: PipelineState) -> list | None:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
-        return portable.mutable_state(self._adopted(state))
+        state = self._adopted(state)
+        return model_tree.joined(state.program.stages.layers, portable.mutable_state(state), "state")
 
     @public("with_params", _is_shared)
     def with_params(self, state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:

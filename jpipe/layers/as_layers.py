@@ -43,7 +43,7 @@ def as_layers(layers: Sequence) -> list[Layer]:
         )
     if not len(layers):
         raise ValueError("`layers` must hold at least one layer, got none.")
-    read = [_as_layer(layer, i) for i, layer in enumerate(layers)]
+    read = [as_layer(layer, i) for i, layer in enumerate(layers)]
     _check_skips(read)
     return read
 
@@ -130,14 +130,14 @@ def _check_skips(layers: Sequence[Layer]) -> None:
             )
 
 
-def _as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
+def as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
     """Reads one layer, called with `num_inputs` arguments."""
     if isinstance(layer, Skip):
-        inner = _as_layer(layer.layer, index, 1 + len(layer.pop))
+        inner = as_layer(layer.layer, index, 1 + len(layer.pop))
         options = dataclasses.replace(inner.options, stash=layer.stash, pop=layer.pop)
         return dataclasses.replace(inner, options=options)
     if isinstance(layer, ReportWeights):
-        return with_reported_weights(_as_layer(layer.layer, index), layer)
+        return with_reported_weights(as_layer(layer.layer, index), layer)
     if isinstance(layer, Function):
         return from_function(layer)
     if isinstance(layer, InitApply):

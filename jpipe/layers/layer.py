@@ -170,16 +170,19 @@ class LayerOptions:
 
     Attributes:
       stash, pop: names of the skip connections that start and end at the layer.
+      segment: of a segment of a whole model the mark of the place at its end, see `jpipe.segments.places.Place`;
+        its parameters and state have the paths of the model. None: the layer is a model of its own.
     """
 
     stash: tuple[str, ...] = ()
     pop: tuple[str, ...] = ()
+    segment: tuple | None = None
 
     @property
     def without_names(self) -> "LayerOptions":
         """The options without those that do not change the program of the layer: the names of skips."""
         stash, pop = ("",) * len(self.stash), ("",) * len(self.pop)
-        return dataclasses.replace(self, stash=stash, pop=pop)
+        return dataclasses.replace(self, stash=stash, pop=pop, segment=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jpipe.options.communication import Communication
 from jpipe.options.numbers import Numbers
 from jpipe.options.splits import Splits
 from jpipe.schedule import Schedule
+from jpipe.segments import Model
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.extra_args import read_delays, rereads_weights
@@ -40,13 +41,12 @@ class Settings:
     """The arguments of `Pipeline`, checked. See there for their meaning.
 
     Attributes:
-      layers: the result of `as_layers`.
+      model: the model that the user gave.
       hooks: "forward" and "backward" with the functions of `forward_params` and `backward_params`.
-      ties: `(layer, "dotted.path")` pairs of each tied parameter, those of shared NNX variables
-        included.
+      ties: `(layer, "dotted.path")` pairs of each parameter that the user has tied.
     """
 
-    layers: Sequence[Layer]
+    model: Model
     loss: Loss
     optimizer: optax.GradientTransformation
     schedule: Schedule
@@ -169,7 +169,7 @@ class Settings:
             "offload": self.offload,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
-            "number of layers": len(self.layers),
+            "number of layers": self.model.number,
         }
 
     def trace(self, microbatch: Any, key_impl: Any) -> TrainingTrace:
@@ -179,16 +179,21 @@ class Settings:
           microbatch: abstract arrays.
           key_impl: implementation of the random keys.
         """
-        splits = self._layer_splits(microbatch, key_impl)
-        options = self._trace_options(key_impl, splits)
         with on_platform(self.platform):
-            return trace_layers(self.layers, self.loss, microbatch, **options)
+            layers = self._layers(microbatch, key_impl)
+            options = self._trace_options(key_impl, self._layer_splits(layers, microbatch, key_impl))
+            return trace_layers(layers, self.loss, microbatch, **options)
 
     def trace_evaluation(self, microbatch: Any, key_impl: Any, trained: Traced) -> Traced:
         """Traces the layers in evaluation, split like the layers in `trained`."""
         options = self._trace_options(key_impl, trained.splits)
         with on_platform(self.platform):
-            return trace_evaluation(self.layers, microbatch, **options)
+            layers = self._layers(microbatch, key_impl, like=trained.layers)
+            return trace_evaluation(layers, microbatch, **options)
+
+    def _layers(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> Sequence[Layer]:
+        options = dict(compute_dtype=self.numbers.compute_dtype, key_impl=key_impl)
+        return self.model.layers(microbatch["inputs"], like=like, **options)
 
     def _trace_options(self, key_impl: Any, splits: Sequence[LayerSplit]) -> dict[str, Any]:
         accumulate = self.communication.accumulate_gradients
@@ -204,18 +209,22 @@ class Settings:
             rereads_weights=rereads_weights(self.schedule, self.hooks),
         )
 
-    def _layer_splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
+    def _layer_splits(self, layers: Sequence[Layer], microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """The split of each layer by the strategy; `()` without one."""
         if self.splits.strategy is None:
             return ()
         return self.splits.strategy.split_layers(
-            self.layers,
+            layers,
             self.loss,
             microbatch,
             self.automatic_sizes,
             compute_dtype=self.numbers.compute_dtype,
             key_impl=key_impl,
         )
+
+    def resolved_ties(self, traced: Traced) -> list[tuple[tuple[int, int], ...]]:
+        """The tied parameters as `(layer, leaf)` pairs: see `resolve_ties`."""
+        return resolve_ties(traced.layers, [*self.model.ties(traced.layers), *self.ties])
 
     def vocabulary(self, traced: Traced, microbatch: Any, key_impl: Any) -> vocabulary.Vocabulary:
         """The layers that all stages run together."""
@@ -224,7 +233,7 @@ class Settings:
             self.mesh.shape[STAGE],
             self.loss,
             microbatch,
-            resolve_ties(traced.layers, self.ties),
+            self.resolved_ties(traced),
             compute_dtype=self.numbers.compute_dtype,
             key_impl=key_impl,
             num_stages=self.schedule.num_stages,
@@ -237,7 +246,7 @@ class Settings:
 
     def cut(self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any) -> Stages:
         """The traced layers cut into stages that begin at `starts`."""
-        ties = resolve_ties(traced.layers, self.ties)
+        ties = self.resolved_ties(traced)
         if not self.schedule.splits_backward:
             traced = traced.with_one_stash()
         return cut(

@@ -27,7 +27,6 @@ from jpipe.plan._profile import (
     programs_of,
 )
 from jpipe.plan._profiling import profile
-from jpipe.stages.ties import resolve_ties
 
 
 def profile_pipeline(
@@ -127,7 +126,7 @@ def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
         recompute=settings.numbers.recompute_name,
         compute_dtype=settings.numbers.compute_dtype,
         reads=list(settings.hooks),
-        ties=[[layer for layer, _ in copies] for copies in resolve_ties(traced.layers, settings.ties)],
+        ties=[[layer for layer, _ in copies] for copies in settings.resolved_ties(traced)],
         sums=settings.numbers.gradient_sums(None),
         devices=local[:1],
     )

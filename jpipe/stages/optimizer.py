@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ import optax
 from jpipe.gradients.sums import FACTORS, PlacedSum
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
+from jpipe.layers.model_tree import joined
 from jpipe.lowering.scalars import UPDATE
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.cut import Stages, Vectors, devices_of_owners
@@ -122,13 +123,13 @@ class StageUpdates:
 # -- What the optimizer sees of a stage
 
 
-def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
+def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> Any:
     """The tree that the optimizer sees on a stage: see `seen_by_optimizer`."""
     return seen_by_optimizer(stages, stages.layers_of(stage), per_layer)
 
 
-def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> list:
-    """The tree that the optimizer sees of some layers: `per_layer`, with None for others.
+def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> Any:
+    """The tree of the model that the optimizer sees, with None for other layers than the given ones.
 
     A tied weight appears once, in the first of its layers.
     """
@@ -138,7 +139,16 @@ def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence
         leaves, tree = jax.tree.flatten(per_layer[i])
         kept = [None if (i, j) in tied_copies else a for j, a in enumerate(leaves)]
         trees[i] = tree.unflatten(kept)
-    return trees
+    return joined(stages.layers, trees)
+
+
+def leaves_seen(stages: Stages, layers: Sequence[int]) -> list[tuple[int, int]]:
+    """The `(layer, leaf)` that each leaf of `seen_by_optimizer` is."""
+    numbers = itertools.count()
+    structures = [jax.tree.structure(layer.parameters) for layer in stages.layers]
+    of_number = [(i, j) for i, tree in enumerate(structures) for j in range(tree.num_leaves)]
+    numbered = [tree.unflatten(itertools.islice(numbers, tree.num_leaves)) for tree in structures]
+    return [of_number[n] for n in jax.tree.leaves(seen_by_optimizer(stages, layers, numbered))]
 
 
 class _Placed(NamedTuple):
@@ -169,7 +179,7 @@ def _leaf_copies(stages: Stages, owner: int) -> tuple[tuple[_Placed, ...], ...]:
         copies.setdefault(first, []).extend(other_places)
         for leaf in others:
             copies.pop(leaf, None)
-    return tuple(tuple(copies[leaf]) for leaf in places if leaf in copies)
+    return tuple(tuple(copies[leaf]) for leaf in leaves_seen(stages, stages.owners[owner]))
 
 
 # -- From a flat update to a stage update

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.engine.state import STATE_ARRAYS, PipelineState
 from jpipe.engine.state_arrays import Adopted, StateArray
+from jpipe.layers.model_tree import path_in_model
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
@@ -301,7 +302,7 @@ def locations(program: Program, rounds: int) -> Leaves:
     """
     stages, scale = program.stages, program.engine.numbers.loss_scale
     number_of = {
-        _path(i, path): i
+        jax.tree_util.keystr(path_in_model(stages.layers, i, path)): i
         for i, layer in enumerate(stages.layers)
         for path, _ in jax.tree.leaves_with_path(layer.parameters)
     }
@@ -391,9 +392,6 @@ def _slice_rows(array: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(array, start, start + size)
 
 
-def _path(layer: int, path: tuple) -> str:
-    """The path of a parameter in the tree that the optimizer sees."""
-    return jax.tree_util.keystr((jax.tree_util.SequenceKey(layer), *path))
 
 
 def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -17,12 +17,13 @@ from jpipe._processes.sharing import processes_of
 from jpipe._util.warn import warn
 from jpipe.engine.state import STATE_ARRAYS, PipelineState, num_rounds
 from jpipe.engine.state_arrays import Adopted
+from jpipe.layers.model_tree import is_whole
 from jpipe.layers.quick_jit import quick_options, shared_jit
 from jpipe.mesh import STAGE
 from jpipe.optim.identity import difference
 from jpipe.options.checks import check_fit
 from jpipe.program import Program
-from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.optimizer import leaves_seen, seen_by_optimizer
 from jpipe.states.locations import (
     Leaves,
     locations,
@@ -285,12 +286,8 @@ def with_params(state: PipelineState, function: Callable[[Any, Any], Any]) -> Pi
                 "`function(params, optimizer_state)` with what the optimizer sees of a stage: a list with one nested "
                 "dict per layer, and None for layers of other stages."
             )
-        tied = {copy for copies in stages.ties for copy in copies[1:]}
-        values = iter(jax.tree.leaves(given))
-        for i in sorted(layers):
-            for j in range(len(params[i])):
-                if (i, j) not in tied:
-                    params[i][j] = np.asarray(next(values))
+        for (i, j), value in zip(leaves_seen(stages, layers), jax.tree.leaves(given), strict=True):
+            params[i][j] = np.asarray(value)
     for (i, j), *copies in stages.ties:
         for k, n in copies:
             params[k][n] = params[i][j]
@@ -328,7 +325,8 @@ def initial(
         fresh = layer.given
         if fresh is None:
             assert layer.init is not None
-            fresh = init_one(layer.init, keys[i])
+            # Segments of a model take their weights from those of the whole, so a factory makes what it makes alone.
+            fresh = init_one(layer.init, keys[0 if is_whole(layers) else i])
         return [a if tree is not None else b for tree, a, b in zip(given, from_caller, fresh)]
 
     def values_of(numbers: Sequence[int]) -> LayerValues:

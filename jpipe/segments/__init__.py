@@ -1,0 +1,96 @@
+"""Models as the layers of a pipeline: lists of layers, and whole models, which are cut.
+
+    model ──traced──> equations ──narrow places──> segments ──> layers
+
+`program.py` holds the equations, `places.py` finds where they can be cut, `layers.py` makes layers of the pieces.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
+from jpipe.layers.layer import InitApply, Layer, Linen
+from jpipe.segments.layers import layers_of_model, shared_parameters
+
+Tie = Sequence[tuple[int, str]]
+"""`(layer, "dotted.path")` pairs of one parameter."""
+
+
+class Model(abc.ABC):
+    """What a user gives as a model."""
+
+    number: int | None
+    """Of layers; None if it follows from the shapes of a batch."""
+
+    @abc.abstractmethod
+    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+        """The layers.
+
+        Args:
+          inputs: abstract, of one microbatch.
+          like: the layers for another shape, whose cut they have.
+          **options: `compute_dtype` and `key_impl` of `jpipe.segments.layers.layers_of_model`.
+        """
+
+    @abc.abstractmethod
+    def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
+        """The parameters that several layers share."""
+
+
+class LayerList(Model):
+    """A list of layers.
+
+    Args:
+      layers: each in one of the forms that `Pipeline` takes.
+    """
+
+    def __init__(self, layers: Sequence[Any]):
+        self._layers, self._ties = as_layers(layers), shared_weights(layers)
+        self.number = len(self._layers)
+
+    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+        """See `Model`."""
+        return self._layers
+
+    def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
+        """See `Model`."""
+        return self._ties
+
+
+class WholeModel(Model):
+    """A model as one module, factory or pair of functions.
+
+    Args:
+      model: an NNX module, a factory of one, a Linen module, `jpipe.Linen` or `jpipe.InitApply`.
+    """
+
+    number = None
+
+    def __init__(self, model: Any):
+        self._model = as_layer(model, 0)
+        self._cut: dict[tuple, Sequence[Layer]] = {}
+
+    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+        """See `Model`."""
+        marks = tuple(layer.options.segment for layer in like) or None
+        leaves, tree = jax.tree.flatten(inputs)
+        key = tree, tuple((a.shape, a.dtype) for a in leaves), marks, tuple(map(str, options.values()))
+        if key not in self._cut:
+            args = (inputs,)
+            self._cut[key] = layers_of_model(self._model.bound(args), args, marks=marks, **options)
+        return self._cut[key]
+
+    def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
+        """See `Model`."""
+        return shared_parameters(layers)
+
+
+def model_of(layers: Any) -> Model:
+    """What a user gives as `layers` of `Pipeline`."""
+    if isinstance(layers, nnx.Module | linen.Module | Linen | InitApply) or callable(layers):
+        return WholeModel(layers)
+    return LayerList(layers)

@@ -1,0 +1,243 @@
+"""Cuts a layer that is a whole model into the layers of a pipeline."""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import PartitionSpec
+
+from jpipe.layers.avals import cast
+from jpipe.layers.batch_norm import recording
+from jpipe.layers.layer import Layer, LayerOptions
+from jpipe.layers.model_tree import Path, unflattened
+from jpipe.layers.report import collect, report
+from jpipe.segments.places import Flow, Place, Roles, narrow
+from jpipe.segments.program import Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Trace:
+    """A traced model.
+
+    Attributes:
+      flow: of its equations.
+      results: the structure of `(outputs, what it reports to the loss)`.
+    """
+
+    flow: Flow
+    results: Any
+
+    @classmethod
+    def training(cls, model: Layer, args: tuple, compute_dtype: Any, key_impl: Any) -> "_Trace":
+        """The model in training."""
+
+        def run(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple:
+            with collect() as reported:
+                outputs, state = model.train(*cast((parameters,), compute_dtype), state, key, cast(args, compute_dtype))
+            return outputs, state, dict(reported)
+
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
+        return cls._of(run, model, (key,), args)
+
+    @classmethod
+    def evaluation(cls, model: Layer, args: tuple, compute_dtype: Any) -> "_Trace":
+        """The model in evaluation."""
+
+        def run(parameters: Any, state: Any, args: tuple) -> tuple:
+            return model.evaluate(*cast((parameters,), compute_dtype), state, cast(args, compute_dtype)), {}, {}
+
+        return cls._of(run, model, (), args)
+
+    @classmethod
+    def _of(cls, run: Callable[..., tuple], model: Layer, keys: tuple, args: tuple) -> "_Trace":
+        with recording():
+            closed, shapes = jax.make_jaxpr(run, return_shape=True)(model.parameters, model.state, *keys, args)
+        program = Program.of(closed)
+        outputs, state, reported = jax.tree.structure(shapes).unflatten(program.outputs)
+        results, structure = jax.tree.flatten((outputs, reported))
+        lengths = [len(jax.tree.leaves(tree)) for tree in (model.parameters, model.state, keys)]
+        inputs = iter(program.inputs)
+        groups = [tuple(itertools.islice(inputs, n)) for n in lengths]
+        roles = Roles(*groups, tuple(inputs), tuple(results), tuple(jax.tree.leaves(state)))
+        return cls(Flow(program, roles), structure)
+
+
+def layers_of_model(
+    model: Layer,
+    args: tuple,
+    *,
+    compute_dtype: Any = None,
+    key_impl: Any = None,
+    marks: Sequence | None = None,
+) -> list[Layer]:
+    """Cuts a model at its narrow places.
+
+    Args:
+      model: a whole model, bound to `args`.
+      args: the abstract arguments of its call, of one microbatch.
+      compute_dtype: as of `Pipeline`.
+      key_impl: implementation of random keys.
+      marks: of the places, as the layers of the model for another shape have them; None: all narrow places.
+
+    Returns:
+      One `Layer` per segment. What crosses a place is the activation: an array, or a tuple of them. The parameters
+      and the state of a segment have the paths that they have in the model. A parameter that several segments read is
+      in each of them.
+    """
+    trained = _Trace.training(model, args, compute_dtype, key_impl)
+    evaluated = _Trace.evaluation(model, args, compute_dtype)
+    pairs = _matched(trained, evaluated, marks)
+    places, places_there = ([pair[n] for pair in pairs] for n in range(2))
+    owners = _owners_of_state(trained.flow, places)
+    marks = [*(place.mark for place in places), ()]
+    return [
+        _segment(model, k, marks[k], _Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners))
+        for k in range(len(marks))
+    ]
+
+
+def _matched(trained: _Trace, evaluated: _Trace, marks: Sequence | None) -> list[tuple[Place, Place]]:
+    """The places to cut at in training, each with the same place in evaluation."""
+    here, there = (trace.flow.places() for trace in (trained, evaluated))
+    wanted = narrow(here) if marks is None else [place for place in here if place.mark in marks]
+    same = {place.mark: place for place in there}
+    return [
+        (place, same[place.mark])
+        for place in wanted
+        if place.mark in same and _shapes(place) == _shapes(same[place.mark])
+    ]
+
+
+def _shapes(place: Place) -> list:
+    return [(v.aval.shape, v.aval.dtype) for v in place.crossing]
+
+
+def _owners_of_state(flow: Flow, places: Sequence[Place]) -> list[int]:
+    """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
+    stops = [place.position for place in places]
+    computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
+    reading = [
+        flow.program.slice(_given(flow.roles, places, k), _passed_on(flow.roles, places, k)).read()
+        for k in range(len(places) + 1)
+    ]
+    owners = []
+    for old, new in zip(flow.roles.state, flow.roles.new_state):
+        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at:
+            owners.append(bisect.bisect_right(stops, computed_at[new]))
+        else:
+            owners.append(next((k for k, read in enumerate(reading) if old in read), 0))
+    return owners
+
+
+def _given(roles: Roles, places: Sequence[Place], k: int) -> tuple:
+    """The variables that a segment may read, apart from constants."""
+    data = places[k - 1].crossing if k else roles.data
+    return (*roles.parameters, *roles.state, *roles.keys, *data)
+
+
+def _passed_on(roles: Roles, places: Sequence[Place], k: int) -> tuple:
+    """The variables that a segment passes on."""
+    return places[k].crossing if k < len(places) else roles.results
+
+
+class _Part:
+    """A segment in one trace of the model.
+
+    Attributes:
+      trace: of the model.
+      program: of the segment, from all parameters, all of the state, keys, and what crosses the place before it.
+      parameters, state: numbers of those that it reads.
+      written: number of a leaf of the state that it moves -> its new value.
+    """
+
+    def __init__(self, trace: _Trace, places: Sequence[Place], k: int, owners: Sequence[int]):
+        roles, equations = trace.flow.roles, trace.flow.program.equations
+        self.trace, self._is_first, self._is_last = trace, k == 0, k == len(places)
+        self._data = roles.data if k == 0 else places[k - 1].crossing
+        positions = [0, *(place.position for place in places), len(equations)]
+        effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
+        passed_on = _passed_on(roles, places, k)
+        self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
+        self._number = len(passed_on)
+        self.program = trace.flow.program.slice(_given(roles, places, k), [*passed_on, *self.written.values()], effects)
+        read = self.program.read()
+        self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
+        self.state = [i for i, v in enumerate(roles.state) if v in read]
+
+    def values(self, parameters: Sequence, state: Sequence, keys: Sequence, activation: Any) -> tuple:
+        """Runs the segment: what it passes on, what the model reports, and the new state by number.
+
+        Args:
+          parameters: of the whole model, None where the segment reads nothing.
+          state: the same of the state.
+          keys: random keys.
+          activation: what crosses the place before it.
+        """
+        data = jax.tree.leaves(activation) if self._is_first or len(self._data) != 1 else [activation]
+        results = self.program(*parameters, *state, *keys, *data)
+        passed_on, written = results[: self._number], dict(zip(self.written, results[self._number :]))
+        if self._is_last:
+            outputs, reported = self.trace.results.unflatten(passed_on)
+            return outputs, reported, written
+        return passed_on[0] if len(passed_on) == 1 else tuple(passed_on), {}, written
+
+
+def _segment(model: Layer, k: int, mark: tuple, trained: _Part, evaluated: _Part) -> Layer:
+    """Segment number `k` as a layer."""
+    paths, state_paths = (list(_leaves(tree)) for tree in (model.parameters, model.state))
+    parameters_here = sorted({*trained.parameters, *evaluated.parameters})
+    state_here = sorted({*trained.state, *evaluated.state, *trained.written})
+
+    def chosen(tree: Any, paths: Sequence, numbers: Sequence[int]) -> dict:
+        leaves = _leaves(tree)
+        return unflattened((paths[i], leaves[paths[i]]) for i in numbers)
+
+    def spread(tree: Any, paths: Sequence) -> list:
+        leaves = _leaves(tree)
+        return [leaves.get(path) for path in paths]
+
+    def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
+        values = spread(state, state_paths)
+        outputs, reported, written = trained.values(spread(parameters, paths), values, [key], *args)
+        for name, value in reported.items():
+            report(name, value)
+        return outputs, unflattened((state_paths[i], written.get(i, values[i])) for i in state_here)
+
+    def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
+        outputs, _, _ = evaluated.values(spread(parameters, paths), spread(state, state_paths), [], *args)
+        return outputs
+
+    def both(trees: tuple[Any, Any]) -> tuple[dict, dict]:
+        parameters, state = trees
+        return chosen(parameters, paths, parameters_here), chosen(state, state_paths, state_here)
+
+    init = model.init
+    return Layer(
+        f"{model.name}[{k}]",
+        *both((model.parameters, model.state)),
+        train,
+        evaluate,
+        init=None if init is None else lambda key: both(init(key)),
+        given=None if model.given is None else both(model.given),
+        options=LayerOptions(segment=mark),
+        specs=chosen(model.specs, paths, parameters_here) if model.specs else {},
+        has_batch_norm=model.has_batch_norm,
+    )
+
+
+def _leaves(tree: Any) -> dict[Path, Any]:
+    """Path -> leaf."""
+    return dict(jax.tree.leaves_with_path(tree, is_leaf=lambda a: isinstance(a, PartitionSpec)))
+
+
+def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
+    """Ties between segments that read one parameter: `(layer, "dotted.path")` pairs."""
+    places: dict[Path, list[tuple[int, str]]] = {}
+    for i, layer in enumerate(layers):
+        for path in _leaves(layer.parameters):
+            places.setdefault(path, []).append((i, ".".join(str(key.key) for key in path)))
+    return [copies for copies in places.values() if len(copies) > 1]

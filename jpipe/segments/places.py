@@ -1,0 +1,243 @@
+"""Places at which a traced model can be cut.
+
+    inputs ──equations──│──equations──│──equations── outputs
+                      place         place
+
+What crosses a place is all that later equations need of earlier ones, apart from what each segment computes again:
+values that do not depend on the data (of weights and constants), and *cheap* values, functions of the model's inputs
+alone without products, such as masks and positions. Of these the inputs themselves cross.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+
+from jpipe.layers.avals import num_bytes
+from jpipe.layers.equations import variables
+from jpipe.segments.program import Program, has_product, is_key, is_loop
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Roles:
+    """The inputs of a traced model by their meaning; variables.
+
+    Attributes:
+      parameters: weights.
+      state: mutable state.
+      keys: random keys.
+      data: the model's inputs.
+      results: what the model returns and reports.
+      new_state: the state after the call, in the order of `state`; `()` in evaluation.
+    """
+
+    parameters: tuple[Any, ...]
+    state: tuple[Any, ...]
+    keys: tuple[Any, ...]
+    data: tuple[Any, ...]
+    results: tuple[Any, ...]
+    new_state: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place between two equations.
+
+    Attributes:
+      position: the number of equations before it.
+      values: variables that cross, computed before it.
+      inputs: inputs of the model that cross.
+      mark: which weights and products lie before it: traces of one model in training and in evaluation have equal
+        marks at equal places.
+    """
+
+    position: int
+    values: tuple[Any, ...]
+    inputs: tuple[Any, ...]
+    mark: tuple
+
+    @property
+    def crossing(self) -> tuple[Any, ...]:
+        """All variables that cross."""
+        return (*self.values, *self.inputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that cross, of one microbatch."""
+        return num_bytes([v.aval for v in self.crossing])
+
+
+class Flow:
+    """What of a traced model depends on what.
+
+    Attributes:
+      program: of the model.
+      roles: of its inputs.
+      varying: the variables that differ from microbatch to microbatch, and must be passed on.
+      cheap: the variables that follow from the model's inputs alone, without products or loops.
+    """
+
+    def __init__(self, program: Program, roles: Roles):
+        self.program, self.roles = program, roles
+        self.varying = program.depending_on([*roles.data, *self._draws()])
+        self.cheap = program.computed_from(roles.data, lambda e: not (has_product(e) or is_loop(e) or e.effects))
+        self.cheap &= self.varying
+
+    def _draws(self) -> list:
+        """Random numbers, and keys that several equations draw from: they are the same wherever they are read."""
+        drawn: dict[Any, int] = {}
+        numbers = []
+        keys = self.program.depending_on(self.roles.keys)
+        for eqn in self.program.equations:
+            used = {v for v in variables(eqn.invars) if v in keys and is_key(v)}
+            if used and not all(map(is_key, eqn.outvars)):
+                numbers += eqn.outvars
+                drawn |= {v: drawn.get(v, 0) + 1 for v in used}
+        return numbers + [v for v, number in drawn.items() if number > 1]
+
+    @functools.cached_property
+    def steps(self) -> list[int]:
+        """Positions of products and lookups in tables; without any, of all equations that apply weights to data."""
+        of_weights = self.program.depending_on(self.roles.parameters) - self.varying
+        applied, products = [], []
+        for i, eqn in enumerate(self.program.equations):
+            if not any(v in self.varying and v not in self.cheap for v in eqn.outvars):
+                continue
+            reads_weights = any(v in of_weights for v in variables(eqn.invars))
+            if has_product(eqn) or (reads_weights and eqn.primitive.name == "gather"):
+                products.append(i)
+            if reads_weights:
+                applied.append(i)
+        return products or applied
+
+    # -- Places
+
+    def places(self) -> list[Place]:
+        """The narrowest place after each step but the last, in order."""
+        crossing = self._crossing()
+        places = []
+        for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
+            candidates = [i for i in range(first + 1, stop + 1) if i in crossing]
+            if candidates:
+                # Of equals the last: what follows a product element by element is computed beside it.
+                position = min(candidates, key=lambda i: (*_width(crossing[i]), -i))
+                places.append(self._place(position, crossing[position], number))
+        return places
+
+    def _place(self, position: int, crossing: tuple[tuple, tuple], number: int) -> Place:
+        values, inputs = crossing
+        used = [i for i, v in enumerate(self.roles.parameters) if self._first_read.get(v, position) < position]
+        return Place(position, values, inputs, (number, tuple(used)))
+
+    @functools.cached_property
+    def _first_read(self) -> dict[Any, int]:
+        """Parameter -> the first equation on data that reads it, or what follows from it."""
+        sources: dict[Any, set] = {v: {v} for v in self.roles.parameters}
+        first: dict[Any, int] = {}
+        for i, eqn in enumerate(self.program.equations):
+            read = set().union(*(sources.get(v, ()) for v in variables(eqn.invars)))
+            if any(v in self.varying for v in eqn.outvars):
+                for v in read:
+                    first.setdefault(v, i)
+            else:
+                sources |= {v: read for v in eqn.outvars}
+        return first
+
+    def _crossing(self) -> dict[int, tuple[tuple, tuple]]:
+        """Position -> the values and the inputs that cross there, for each position at which the model may be cut."""
+        equations, end = self.program.equations, len(self.program.equations)
+        passed = self.varying - self.cheap
+        born = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars if v in passed}
+        last: dict[Any, int] = {}
+        inputs_last: dict[Any, int] = {}
+        origins = {v: {v} for v in self.roles.data}
+
+        def read(v: Any, i: int) -> None:
+            if v in born:
+                last[v] = i
+            for x in origins.get(v, ()):
+                inputs_last[x] = i
+
+        for i, eqn in enumerate(equations):
+            needs_data = any(v in passed for v in eqn.outvars) or eqn.effects
+            for v in variables(eqn.invars):
+                if needs_data:
+                    read(v, i)
+            if any(v in self.cheap for v in eqn.outvars):
+                found = set().union(*(origins.get(v, ()) for v in variables(eqn.invars)))
+                origins |= {v: found for v in eqn.outvars}
+        for v in variables(self.roles.results):
+            read(v, end)
+        closed = self._closed()
+        alive: dict[Any, None] = {}
+        ends: dict[int, list] = {}
+        for v, i in last.items():
+            ends.setdefault(i, []).append(v)
+        result = {}
+        for i in range(end + 1):
+            if i > 0:
+                alive |= dict.fromkeys(v for v in equations[i - 1].outvars if last.get(v, -1) >= i)
+                for v in ends.get(i - 1, ()):
+                    alive.pop(v, None)
+            if i not in closed:
+                result[i] = tuple(alive), tuple(x for x in self.roles.data if inputs_last.get(x, -1) >= i)
+        return result
+
+    def _closed(self) -> set[int]:
+        """Positions at which the model must not be cut: a segment that writes state has all that reads it."""
+        positions: set[int] = set()
+        index = {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars}
+        for old, new in zip(self.roles.state, self.roles.new_state):
+            if new is old or isinstance(new, jex.Literal):
+                continue
+            dependent = self.program.depending_on([old])
+            touched = [
+                i
+                for i, eqn in enumerate(self.program.equations)
+                if any(v in self.varying for v in eqn.outvars) and self._reads_first(eqn, old, dependent)
+            ]
+            if new in index and new in self.varying:
+                touched.append(index[new])
+            if touched:
+                positions.update(range(min(touched) + 1, max(touched) + 1))
+        return positions
+
+    def _reads_first(self, eqn: Any, old: Any, dependent: set) -> bool:
+        """Whether an equation reads a leaf of the state, or what follows from it without data."""
+        return any(v is old or (v in dependent and v not in self.varying) for v in variables(eqn.invars))
+
+
+def _width(crossing: tuple[tuple, tuple]) -> tuple[int, int]:
+    """The number of values that cross, and bytes."""
+    values, inputs = crossing
+    return len(values), num_bytes([v.aval for v in (*values, *inputs)])
+
+
+def narrow(places: Sequence[Place]) -> list[Place]:
+    """The places that are outside of blocks.
+
+    Inside of a residual block more values cross than before and after it. So do they between the ends of a skip
+    connection, but there the number rises and falls several times, once for each block.
+    """
+    counts = [len(place.values) for place in places]
+    kept: set[int] = set()
+    for count in set(counts):
+        for run in _runs(range(len(counts)), lambda i, count=count: counts[i] >= count):
+            rises = len(_runs(run, lambda i, count=count: counts[i] > count))
+            if rises > 1 or len(run) == len(counts):
+                kept.update(i for i in run if counts[i] == count)
+    return [places[i] for i in sorted(kept)]
+
+
+def _runs(indices: Iterable[int], condition: Callable[[int], bool]) -> list[list[int]]:
+    """The longest runs of consecutive indices that meet a condition."""
+    return [list(run) for meets, run in itertools.groupby(indices, condition) if meets]
+
+
+def segment_of(places: Sequence[Place], position: int) -> int:
+    """The number of the segment that an equation belongs to."""
+    return bisect.bisect_right([place.position for place in places], position)

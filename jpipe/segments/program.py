@@ -1,0 +1,133 @@
+"""A traced model as a list of equations of which any range can run by itself.
+
+Unlike `jpipe.layers.equations`, which holds programs that are differentiated already, it keeps what says how to
+differentiate: functions with derivatives of their own, and checkpoints. Only plain calls give way to what they call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from jpipe.layers.equations import value_of, variables
+
+_PLAIN_CALLS = ("jit", "pjit", "closed_call")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program without plain calls.
+
+    Attributes:
+      constants: variable -> array.
+      inputs: variables.
+      equations: in the order of evaluation.
+      outputs: variables or literals.
+    """
+
+    constants: dict[Any, Any]
+    inputs: tuple[Any, ...]
+    equations: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, closed: jex.ClosedJaxpr) -> "Program":
+        """The program of a jaxpr, without equations whose results nobody needs."""
+        constants: dict[Any, Any] = {}
+        equations: list = []
+
+        def inline(jaxpr: Any, values: Sequence, operands: Sequence) -> list:
+            env = dict(zip(jaxpr.invars, operands, strict=True))
+            for v, value in zip(jaxpr.constvars, values, strict=True):
+                constants[v] = value
+                env[v] = v
+
+            def atom(a: Any) -> Any:
+                return a if isinstance(a, jex.Literal) else env[a]
+
+            for eqn in jaxpr.eqns:
+                operands = [atom(a) for a in eqn.invars]
+                if eqn.primitive.name in _PLAIN_CALLS:
+                    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+                    results = inline(inner.jaxpr, inner.consts, operands)
+                else:
+                    # A jaxpr that is called twice has the same variables both times.
+                    results = [jex.Var(v.aval) for v in eqn.outvars]
+                    equations.append(eqn.replace(invars=operands, outvars=results))
+                env.update(zip(eqn.outvars, results))
+            return [atom(a) for a in jaxpr.outvars]
+
+        outputs = inline(closed.jaxpr, closed.consts, closed.jaxpr.invars)
+        program = cls(constants, tuple(closed.jaxpr.invars), tuple(equations), tuple(outputs))
+        return program.slice(program.inputs, outputs, [eqn for eqn in equations if eqn.effects])
+
+    def __call__(self, *args: Any) -> list:
+        """Evaluates the equations; also under a JAX transformation."""
+        env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
+        for eqn in self.equations:
+            values = [value_of(env, v) for v in eqn.invars]
+            with eqn.ctx.manager:
+                results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            env.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results]))
+        return [value_of(env, v) for v in self.outputs]
+
+    def slice(self, inputs: Sequence, outputs: Sequence, effects: Sequence = ()) -> "Program":
+        """The equations that compute variables from variables.
+
+        Args:
+          inputs: variables.
+          outputs: variables or literals.
+          effects: equations with side effects that it runs too.
+        """
+        kept = set(map(id, effects))
+        needed, equations = set(variables(outputs)) - set(inputs), []
+        for eqn in reversed(self.equations):
+            if needed.intersection(eqn.outvars) or id(eqn) in kept:
+                needed.difference_update(eqn.outvars)
+                needed.update(set(variables(eqn.invars)) - set(inputs))
+                equations.append(eqn)
+        constants = {v: c for v, c in self.constants.items() if v in needed}
+        assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs of the slice"
+        return Program(constants, tuple(inputs), tuple(reversed(equations)), tuple(outputs))
+
+    def read(self) -> set:
+        """The variables that equations read, or that are outputs."""
+        return {v for eqn in self.equations for v in variables(eqn.invars)} | set(variables(self.outputs))
+
+    def depending_on(self, inputs: Iterable) -> set:
+        """The variables that cannot be computed without `inputs`, these included."""
+        dependent = set(inputs)
+        for eqn in self.equations:
+            if not dependent.isdisjoint(variables(eqn.invars)):
+                dependent.update(eqn.outvars)
+        return dependent
+
+    def computed_from(self, inputs: Iterable, allowed: Callable[[Any], bool]) -> set:
+        """The variables that follow from `inputs` and constants alone, by equations that are `allowed`."""
+        known = {*inputs, *self.constants}
+        for eqn in self.equations:
+            if allowed(eqn) and known.issuperset(variables(eqn.invars)):
+                known.update(eqn.outvars)
+        return known
+
+
+def has_product(eqn: Any) -> bool:
+    """Whether an equation computes matrix products or convolutions, in a loop, a branch or a call too."""
+    if eqn.primitive.name in _PRODUCTS:
+        return True
+    params = (p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,)))
+    jaxprs = (getattr(p, "jaxpr", p) for p in params)
+    return any(has_product(inner) for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ()))
+
+
+def is_loop(eqn: Any) -> bool:
+    """Whether an equation is a loop or a branch."""
+    return eqn.primitive.name in ("scan", "while", "cond")
+
+
+def is_key(atom: Any) -> bool:
+    """Whether a variable stands for random keys."""
+    return jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)
