@@ -310,7 +310,6 @@ def _layer_program(
 
 def _text(arguments: Arguments, forward: Forward, backward: Equations) -> str:
     trees = (
-        arguments.parameter_tree,
         arguments.input_tree,
         forward.output_tree,
         forward.aux_tree,

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import cast
 from jpipe.layers.batch_norm import recording
+from jpipe.layers.expressions import content
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, unflattened
 from jpipe.layers.report import collect, report
@@ -90,8 +91,14 @@ def layers_of_model(
     """
     trained = _Trace.training(model, args, compute_dtype, key_impl)
     evaluated = _Trace.evaluation(model, args, compute_dtype)
-    pairs = _matched(trained, evaluated, marks)
-    places, places_there = ([pair[n] for pair in pairs] for n in range(2))
+    matched = _matched(trained, evaluated)
+    there = {here.mark: place for pairs in matched for here, place in pairs}
+    here = [tuple(place for place, _ in pairs) for pairs in matched]
+    if marks is None:
+        places = _alike(trained, here)
+    else:
+        places = [place for equal in here for place in equal if place.mark in marks]
+    places_there = [there[place.mark] for place in places]
     owners = _owners_of_state(trained.flow, places)
     marks = [*(place.mark for place in places), ()]
     return [
@@ -100,16 +107,61 @@ def layers_of_model(
     ]
 
 
-def _matched(trained: _Trace, evaluated: _Trace, marks: Sequence | None) -> list[tuple[Place, Place]]:
-    """The places to cut at in training, each with the same place in evaluation."""
-    here, there = (trace.flow.places() for trace in (trained, evaluated))
-    wanted = narrow(here) if marks is None else [place for place in here if place.mark in marks]
-    same = {place.mark: place for place in there}
-    return [
-        (place, same[place.mark])
-        for place in wanted
-        if place.mark in same and _shapes(place) == _shapes(same[place.mark])
+def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Place], ...]]:
+    """The narrow places in training, each with the same place in evaluation; of equal ones all."""
+    there = {place.mark: place for places in evaluated.flow.places for place in places}
+    matched = [
+        tuple(
+            (place, there[place.mark])
+            for place in places
+            if place.mark in there and _shapes(place) == _shapes(there[place.mark])
+        )
+        for places in narrow(trained.flow.places)
     ]
+    return [pairs for pairs in matched if pairs]
+
+
+def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]]) -> list[Place]:
+    """Chooses among equal places so that segments are alike."""
+    chosen = [first for first, *_ in places]
+
+    def text(k: int) -> str:
+        return _Part(trace, chosen, k, ()).text
+
+    texts = [text(k) for k in range(len(chosen) + 1)]
+    for k, (_, *others) in enumerate(places):
+        for other in others:
+            if texts.count(texts[k]) > 1 or texts.count(texts[k + 1]) > 1:
+                break
+            before = chosen[k]
+            chosen[k] = other
+            here = [text(k), text(k + 1)]
+            if texts.count(here[0]) or texts.count(here[1]):
+                texts[k : k + 2] = here
+            else:
+                chosen[k] = before
+    return _in_periods(chosen, texts)
+
+
+def _in_periods(places: list[Place], texts: Sequence[str], at_least: int = 2) -> list[Place]:
+    """The places without those inside of a sequence of segments that repeats, such as the halves of a block.
+
+    Stages run equal layers in a loop.
+    """
+    number = len(texts)
+    best: tuple[int, int, int] = (0, 0, 0)  # segments that repeat, minus the period, the first
+    for period in range(2, number // 2 + 1):
+        same = [texts[i] == texts[i + period] for i in range(number - period)]
+        start = 0
+        for equal, run in itertools.groupby(same):
+            length = len(list(run))
+            repeated = (length + period) // period * period
+            if equal and length >= period and len({*texts[start : start + period]}) > 1:
+                best = max(best, (repeated, -period, -start))
+            start += length
+    repeated, period, start = best[0], -best[1], -best[2]
+    inside = {k for k in range(start, start + repeated - 1) if (k - start + 1) % period} if repeated else set()
+    return [place for k, place in enumerate(places) if k not in inside]
 
 
 def _shapes(place: Place) -> list:
@@ -167,6 +219,15 @@ class _Part:
         read = self.program.read()
         self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
         self.state = [i for i, v in enumerate(roles.state) if v in read]
+
+    @property
+    def text(self) -> str:
+        """Segments with equal texts compute the same."""
+        read = self.program.read()
+        inputs = [v for v in self.program.inputs if v in read]
+        closed = jax.make_jaxpr(self.program.slice(inputs, self.program.outputs))(*(v.aval for v in inputs))
+        constants = [content(value) for value in closed.consts]
+        return f"{closed.jaxpr} {constants}"
 
     def values(self, parameters: Sequence, state: Sequence, keys: Sequence, activation: Any) -> tuple:
         """Runs the segment: what it passes on, what the model reports, and the new state by number.

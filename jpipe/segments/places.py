@@ -8,7 +8,6 @@ values that do not depend on the data (of weights and constants), and *cheap* va
 alone without products, such as masks and positions. Of these the inputs themselves cross.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -116,19 +115,25 @@ class Flow:
 
     # -- Places
 
-    def places(self) -> list[Place]:
-        """The narrowest place after each step but the last, in order."""
+    @functools.cached_property
+    def places(self) -> list[tuple[Place, ...]]:
+        """After each step but the last the narrowest place, in order; where several are equal, the last and the first.
+
+        What follows a product element by element is computed beside it at the last, and beside the next product at the
+        first.
+        """
         crossing = self._crossing()
         places = []
         for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
             candidates = [i for i in range(first + 1, stop + 1) if i in crossing]
             if candidates:
-                # Of equals the last: what follows a product element by element is computed beside it.
-                position = min(candidates, key=lambda i: (*_width(crossing[i]), -i))
-                places.append(self._place(position, crossing[position], number))
+                width = min(_width(crossing[i]) for i in candidates)
+                narrowest = [i for i in candidates if _width(crossing[i]) == width]
+                ends = dict.fromkeys((narrowest[-1], narrowest[0]))
+                places.append(tuple(self._place(i, crossing[i], (number, n)) for n, i in enumerate(ends)))
         return places
 
-    def _place(self, position: int, crossing: tuple[tuple, tuple], number: int) -> Place:
+    def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> Place:
         values, inputs = crossing
         used = [i for i, v in enumerate(self.roles.parameters) if self._first_read.get(v, position) < position]
         return Place(position, values, inputs, (number, tuple(used)))
@@ -217,13 +222,13 @@ def _width(crossing: tuple[tuple, tuple]) -> tuple[int, int]:
     return len(values), num_bytes([v.aval for v in (*values, *inputs)])
 
 
-def narrow(places: Sequence[Place]) -> list[Place]:
+def narrow(places: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
     """The places that are outside of blocks.
 
     Inside of a residual block more values cross than before and after it. So do they between the ends of a skip
     connection, but there the number rises and falls several times, once for each block.
     """
-    counts = [len(place.values) for place in places]
+    counts = [len(place.values) for place, *_ in places]
     kept: set[int] = set()
     for count in set(counts):
         for run in _runs(range(len(counts)), lambda i, count=count: counts[i] >= count):
@@ -236,8 +241,3 @@ def narrow(places: Sequence[Place]) -> list[Place]:
 def _runs(indices: Iterable[int], condition: Callable[[int], bool]) -> list[list[int]]:
     """The longest runs of consecutive indices that meet a condition."""
     return [list(run) for meets, run in itertools.groupby(indices, condition) if meets]
-
-
-def segment_of(places: Sequence[Place], position: int) -> int:
-    """The number of the segment that an equation belongs to."""
-    return bisect.bisect_right([place.position for place in places], position)
