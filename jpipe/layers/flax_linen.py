@@ -1,6 +1,7 @@
 """Layers given as Flax Linen modules."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract, zeros
 from jpipe.layers.batch_norm import recording
-from jpipe.layers.layer import Layer, Linen, check_leaves
+from jpipe.layers.layer import Layer, Linen, call_with, check_leaves
 
 
 def from_linen(layer: Linen, index: int) -> Layer:
@@ -19,9 +20,9 @@ def from_linen(layer: Linen, index: int) -> Layer:
     module, name = layer.module, type(layer.module).__name__
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
-        outputs, after = module.apply(
-            {"params": parameters, **state},
-            *args,
+        outputs, after = call_with(
+            functools.partial(module.apply, {"params": parameters, **state}),
+            args,
             rngs=_streams(layer, key),
             mutable=list(state),
             **layer.train,
@@ -31,7 +32,7 @@ def from_linen(layer: Linen, index: int) -> Layer:
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
         rngs = _streams(layer, jax.random.key(0))
         variables = {"params": parameters, **state}
-        return module.apply(variables, *args, rngs=rngs, **layer.evaluate)
+        return call_with(functools.partial(module.apply, variables), args, rngs=rngs, **layer.evaluate)
 
     unbound = Layer(name, None, {}, train, evaluate)
     return dataclasses.replace(unbound, bind=lambda args: _bind(layer, unbound, args, index))
@@ -44,7 +45,7 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
     def init(key: jax.Array) -> tuple[Any, Any]:
         first, second = jax.random.split(key)
         rngs = {"params": first, **_streams(layer, second)}
-        boxed = dict(layer.module.init(rngs, *zeros(args), **layer.train))
+        boxed = dict(call_with(functools.partial(layer.module.init, rngs), zeros(args), **layer.train))
         split.update(jax.tree.map(_names, boxed.get("params", {}), is_leaf=_is_box))
         variables = meta.unbox(boxed)
         parameters = variables.pop("params", {})

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.avals import abstract
 from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.flow import Flow
-from jpipe.layers.layer import Layer, check_leaves
+from jpipe.layers.layer import Layer, call_with, check_leaves
 from jpipe.layers.report import collect
 from jpipe.layers.sameness import sameness
 
@@ -130,7 +130,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
         """The outputs of the module in training, and the module after the call."""
         module = variables.merge(parameters, state, key)
         _train_where_open(module)
-        return module(*args), module
+        return call_with(module, args), module
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
         outputs, module = called(parameters, state, key, args)
@@ -161,7 +161,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
         module = variables.merge(parameters, state, jax.random.key(0))
         module.eval()
-        return module(*args)
+        return call_with(module, args)
 
     parameters, state = abstract(variables.by_role(variables.leaves))
     check_leaves(parameters, state, name, index)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jpipe.layers.avals import abstract, zeros
-from jpipe.layers.layer import Function, InitApply, Layer, check_leaves
+from jpipe.layers.layer import Function, InitApply, Layer, call_with, check_leaves
 
 
 def from_function(layer: Function) -> Layer:
@@ -19,8 +19,8 @@ def from_function(layer: Function) -> Layer:
         getattr(function, "__name__", type(function).__name__),
         {},
         {},
-        train=lambda parameters, state, key, args: (layer.function(*args), {}),
-        evaluate=lambda parameters, state, args: layer.function(*args),
+        train=lambda parameters, state, key, args: (call_with(layer.function, args), {}),
+        evaluate=lambda parameters, state, args: call_with(layer.function, args),
         init=lambda key: ({}, {}),
     )
 
@@ -31,13 +31,13 @@ def from_pair(layer: InitApply, index: int) -> Layer:
         layer.name,
         None,
         {},
-        train=lambda parameters, state, key, args: (layer.apply(parameters, *args), {}),
-        evaluate=lambda parameters, state, args: layer.apply(parameters, *args),
+        train=lambda parameters, state, key, args: (call_with(functools.partial(layer.apply, parameters), args), {}),
+        evaluate=lambda parameters, state, args: call_with(functools.partial(layer.apply, parameters), args),
     )
 
     def bind(args: tuple) -> Layer:
         def init(key: jax.Array) -> Any:
-            return layer.init(key, *zeros(args))
+            return call_with(functools.partial(layer.init, key), zeros(args))
 
         try:
             parameters = abstract(jax.eval_shape(init, jax.random.key(0)))

@@ -1,6 +1,7 @@
 """The forms in which a user gives a layer, and `Layer`, the form in which the library uses it."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -252,6 +253,27 @@ class Layer:
                 f"{1 + len(self.stash)}, its outputs and the stashed tensors, got {got}."
             )
         return returned
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["positional", "keywords"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The arguments of a whole model, in the place of the activation of a layer.
+
+    Attributes:
+      positional: a tuple.
+      keywords: by name.
+    """
+
+    positional: tuple
+    keywords: Mapping[str, Any]
+
+
+def call_with(function: Callable[..., Any], args: tuple, **keywords: Any) -> Any:
+    """Calls a module for the arguments of a `Layer`."""
+    if len(args) == 1 and isinstance(args[0], Arguments):
+        return function(*args[0].positional, **args[0].keywords, **keywords)
+    return function(*args, **keywords)
 
 
 def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]) -> Any:

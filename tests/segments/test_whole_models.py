@@ -1,0 +1,147 @@
+"""Whole models, as somebody would write them, in a pipeline, against the same models in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from families import schedule_named
+
+import jpipe
+
+KEY = jax.random.key(3)
+ROWS, N = 8, 4
+
+
+class Block(nnx.Module):
+    def __init__(self, dim, *, rngs):
+        self.norm = nnx.LayerNorm(dim, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, dim, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(dim, 2 * dim, rngs=rngs), nnx.Linear(2 * dim, dim, rngs=rngs)
+
+    def __call__(self, x, mask):
+        x = x + self.attention(self.norm(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Language(nnx.Module):
+    """A language model whose blocks all read one mask, with a tied head."""
+
+    def __init__(self, *, num_blocks=3, rngs):
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.positions = nnx.Param(jax.random.normal(rngs.params(), (6, 8)))
+        self.blocks = nnx.List([Block(8, rngs=rngs) for _ in range(num_blocks)])
+        self.norm = nnx.LayerNorm(8, rngs=rngs)
+
+    def __call__(self, tokens):
+        mask = nnx.make_attention_mask(tokens > 0, tokens > 0)
+        x = self.embed(tokens) + self.positions[...][None]
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.embed.attend(self.norm(x))
+
+
+class Residual(nnx.Module):
+    """A convolution net with batch norm, whose running statistics a pipeline moves once per minibatch."""
+
+    def __init__(self, *, rngs):
+        self.stem = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+        self.convs = nnx.List([nnx.Conv(4, 4, (3, 3), rngs=rngs) for _ in range(3)])
+        self.norms = nnx.List([nnx.BatchNorm(4, use_running_average=False, rngs=rngs) for _ in range(3)])
+        self.head = nnx.Linear(4, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms):
+            x = x + nnx.relu(norm(conv(x)))
+        return self.head(x.mean((1, 2)))
+
+
+class UNet(nn.Module):
+    """Skips from the way down to the way up, in one compact module."""
+
+    @nn.compact
+    def __call__(self, x):
+        skips = []
+        for dim in (4, 8):
+            x = x + nn.Dense(x.shape[-1])(nn.silu(nn.Dense(2 * dim)(x)))
+            skips.append(x)
+            x = nn.Dense(dim)(x)
+        for dim in (8, 4):
+            x = nn.Dense(dim)(jnp.concatenate([x, skips.pop()], -1))
+            x = x + nn.Dense(dim)(nn.silu(nn.Dense(2 * dim)(x)))
+        return nn.Dense(5)(x)
+
+
+def mlp(key_sizes=(6, 8, 12, 5)):
+    class MLP(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layers = nnx.List(
+                [nnx.Linear(a, b, rngs=rngs) for a, b in zip(key_sizes, key_sizes[1:])]
+            )
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.relu(layer(x))
+            return x
+
+    return MLP
+
+
+TOKENS = np.random.default_rng(0).integers(0, 16, (ROWS, 6))
+IMAGES = np.random.default_rng(1).normal(size=(ROWS, 6, 6, 3)).astype(np.float32)
+VECTORS = np.random.default_rng(2).normal(size=(ROWS, 6)).astype(np.float32)
+
+CASES = {
+    "language": (lambda: Language(rngs=nnx.Rngs(0)), TOKENS),
+    "residual": (lambda: Residual(rngs=nnx.Rngs(0)), IMAGES),
+    "mlp": (lambda: mlp()(rngs=nnx.Rngs(0)), VECTORS),
+    "U-Net": (lambda: UNet(), VECTORS),
+}
+
+
+def loss(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def plain_params(model, inputs, first):
+    """The parameters of a model, and its outputs as a function of them."""
+    if isinstance(model, nn.Module):
+        return first, lambda p: model.apply({"params": p}, inputs)
+    graph, _, rest = nnx.split(model, nnx.Param, ...)
+    return first, lambda p: nnx.merge(graph, nnx.State(p), jax.tree.map(jnp.asarray, rest))(inputs)
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_weights_are_those_of_the_plain_model(name, schedule):
+    make, inputs = CASES[name]
+    model = make()
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    pipe = jpipe.Pipeline(model, loss=loss, optimizer=optimizer, schedule=schedule_named(schedule, 2, N))
+    batch = {"inputs": inputs}
+    batch["targets"] = np.ones((*inputs.shape, 16) if name == "language" else (ROWS, 5), np.float32)
+    state = pipe.init(KEY, batch)
+    params, outputs = plain_params(model, inputs, pipe.get_params(state))
+    if name == "residual":  # a microbatch is normalised by its own statistics
+        rows = ROWS // N
+        parts = [plain_params(model, inputs[i : i + rows], params)[1] for i in range(0, ROWS, rows)]
+
+        def outputs(p):
+            return jnp.concatenate([part(p) for part in parts])
+
+    moments = optimizer.init(params)
+    for _ in range(2):
+        want, gradients = jax.value_and_grad(lambda p: loss(outputs(p), batch))(params)
+        updates, moments = optimizer.update(gradients, moments, params)
+        params = optax.apply_updates(params, updates)
+        state, metrics = pipe.step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    got = pipe.get_params(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), got, params)
+    if name != "residual":
+        predicted = pipe.predict(state, {"inputs": inputs[:3]})
+        want = plain_params(model, inputs[:3], params)[1](got)
+        np.testing.assert_allclose(predicted, want, atol=2e-5)
