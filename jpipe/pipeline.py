@@ -393,7 +393,7 @@ class Pipeline:
         axes = " x ".join(f"{name}={n}" for name, n in sizes.items())
         return (
             f"Pipeline({schedule.name}: {schedule.num_stages} stages of "
-            f"{self._settings.model.number or 'the'} layers, {cut}, {schedule.num_microbatches} microbatches, "
+            f"{self._settings.model}, {cut}, {schedule.num_microbatches} microbatches, "
             f"on {self.mesh.size} {self.mesh.devices.flat[0].platform} devices, {axes})"
         )
 
@@ -721,7 +721,12 @@ class Pipeline:
         key = jax.random.key(0) if key is None else key
         checks.check_key(key)
         key = checks.placed_key(key)
-        return plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
+        plain = self._settings.model.plain_layers(stages.layers)
+        if plain is None:
+            return plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
+        state_tree = model_tree.joined(stages.layers, mutable, "state")
+        loss = plain_loss(plain, self._settings.loss, (), [state_tree], key)
+        return lambda params, batch: loss([params], batch)
 
     # -- Costs
 

@@ -47,6 +47,7 @@ from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.engine.calls import check_state, public
 from jpipe.engine.state import PipelineState, num_rounds
+from jpipe.layers.model_tree import merged
 from jpipe.pipeline import Pipeline
 from jpipe.states import agreement, hyperparams, portable
 from jpipe.states.new import with_arrays
@@ -248,8 +249,8 @@ class Checkpoints:
             raise ValueError(f"`{folder}` does not fit: {error}") from error
         return Restored(state, newest, manifest.run)
 
-    def params(self, step: int | None = None) -> list:
-        """The newest weights of a step, without a pipeline: one nested dict per layer, of host arrays.
+    def params(self, step: int | None = None) -> Any:
+        """The newest weights of a step, without a pipeline, in the form of `Pipeline.get_params`.
 
         With several processes every process must call it. A leaf is then read when `numpy.asarray` asks for
         it, so that `init(key, batch, params=checkpoints.params())` keeps what each process needs.
@@ -263,9 +264,8 @@ class Checkpoints:
         """
         newest, manifest = self._whole(step)
         leaves = _arrays.stored_leaves(self._folder(newest), manifest.layout)
-        if jax.process_count() > 1:
-            return leaves.params
-        return jax.tree.map(np.asarray, leaves.params)
+        params = merged(leaves.params) if manifest.layout.get("whole_model") else leaves.params
+        return params if jax.process_count() > 1 else jax.tree.map(np.asarray, params)
 
     def _folder(self, step: int) -> pathlib.Path:
         return folder_of(self.directory, step)

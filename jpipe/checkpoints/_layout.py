@@ -15,6 +15,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from jpipe.engine.state import PipelineState, num_rounds
+from jpipe.layers.model_tree import is_whole
 from jpipe.program import Program
 from jpipe.states.locations import (
     LAYER_ARRAYS,
@@ -68,6 +69,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "starts": list(program.stages.starts),
         **copies,
+        **({"whole_model": True} if is_whole(program.stages.layers) else {}),
         **{n: str(c) for n, c in settings.communication.compressors.items()},
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "shard_optimizer": settings.communication.shard_optimizer,

@@ -34,7 +34,7 @@ def from_linen(layer: Linen, index: int) -> Layer:
         variables = {"params": parameters, **state}
         return call_with(functools.partial(module.apply, variables), args, rngs=rngs, **layer.evaluate)
 
-    unbound = Layer(name, None, {}, train, evaluate)
+    unbound = Layer(name, None, {}, train, evaluate, call=module.__call__)
     return dataclasses.replace(unbound, bind=lambda args: _bind(layer, unbound, args, index))
 
 

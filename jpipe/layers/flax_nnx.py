@@ -175,6 +175,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
         given=jax.tree.map(np.asarray, variables.by_role(variables.leaves)) if leaves is None else None,
         specs=variables.specs(),
         alike=sameness(variables.graph),
+        call=module.__call__ if callable(module) else None,
         has_batch_norm=any(
             isinstance(part, nnx.BatchNorm) and not part.use_running_average for _, part in nnx.iter_graph(module)
         ),

@@ -33,6 +33,7 @@ def from_pair(layer: InitApply, index: int) -> Layer:
         {},
         train=lambda parameters, state, key, args: (call_with(functools.partial(layer.apply, parameters), args), {}),
         evaluate=lambda parameters, state, args: call_with(functools.partial(layer.apply, parameters), args),
+        call=functools.partial(layer.apply, None),
     )
 
     def bind(args: tuple) -> Layer:

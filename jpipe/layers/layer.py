@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -210,6 +211,7 @@ class Layer:
         nothing.
       has_batch_norm: whether the layer normalises over the rows of a microbatch.
       note: a sentence that ends every error message about this layer.
+      call: the function that the user's model is, for its signature; None: it takes one argument.
     """
 
     name: str
@@ -225,6 +227,7 @@ class Layer:
     alike: Hashable = None
     has_batch_norm: bool = False
     note: str = ""
+    call: Callable[..., Any] | None = None
 
     def bound(self, args: tuple) -> "Layer":
         """The layer with the parameters that it has for the abstract `args`."""
@@ -258,7 +261,7 @@ class Layer:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positional", "keywords"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of a whole model, in the place of the activation of a layer.
+    """The arguments of the call of a whole model, in the place of an activation.
 
     Attributes:
       positional: a tuple.
@@ -268,9 +271,33 @@ class Arguments:
     positional: tuple
     keywords: Mapping[str, Any]
 
+    @classmethod
+    def of(cls, call: Callable[..., Any] | None, inputs: Any) -> "Arguments":
+        """The arguments among the inputs of a model.
+
+        A dict whose entries all have the names of arguments gives them by name. A tuple or a list gives as many as it
+        has, if the call takes so many. Anything else is one argument.
+
+        Args:
+          call: of the model, without `self` and parameters; None: it takes one argument.
+          inputs: a pytree.
+        """
+        try:
+            signature = inspect.signature(call) if call is not None else None
+        except (TypeError, ValueError):
+            signature = None
+        if signature is None:
+            return cls((inputs,), {})
+        if isinstance(inputs, Mapping) and inputs and set(inputs) <= set(signature.parameters):
+            return cls((), dict(inputs))
+        kinds = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if type(inputs) in (tuple, list) and 1 < len(inputs) <= len(kinds):
+            return cls(tuple(inputs), {})
+        return cls((inputs,), {})
+
 
 def call_with(function: Callable[..., Any], args: tuple, **keywords: Any) -> Any:
-    """Calls a module for the arguments of a `Layer`."""
+    """Calls a function for the arguments of a `Layer`."""
     if len(args) == 1 and isinstance(args[0], Arguments):
         return function(*args[0].positional, **args[0].keywords, **keywords)
     return function(*args, **keywords)

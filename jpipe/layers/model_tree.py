@@ -71,6 +71,11 @@ def per_layer(layers: Sequence[Layer], given: Any, as_dicts: Callable[[Any], Any
     return [as_dicts(values) for values in given] if isinstance(given, Sequence) else given
 
 
+def merged(trees: Iterable[Any]) -> dict:
+    """The tree of a whole model from the trees of its segments, without layers."""
+    return unflattened(item for tree in trees for item in jax.tree.leaves_with_path(tree))
+
+
 def path_in_model(layers: Sequence[Layer], layer: int, path: Path) -> Path:
     """The path of a parameter of a layer in the tree of the model."""
     return path if is_whole(layers) else (SequenceKey(layer), *path)

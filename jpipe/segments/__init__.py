@@ -6,6 +6,7 @@
 """
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
-from jpipe.layers.layer import InitApply, Layer, Linen
+from jpipe.layers.layer import Arguments, InitApply, Layer, Linen
 from jpipe.segments.layers import layers_of_model, shared_parameters
 
 Tie = Sequence[tuple[int, str]]
@@ -21,7 +22,7 @@ Tie = Sequence[tuple[int, str]]
 
 
 class Model(abc.ABC):
-    """What a user gives as a model."""
+    """A model that a user gives."""
 
     number: int | None
     """Of layers; None if it follows from the shapes of a batch."""
@@ -39,6 +40,10 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """The parameters that several layers share."""
+
+    def plain_layers(self, layers: Sequence[Layer]) -> Sequence[Layer] | None:
+        """The model as one layer, which runs on batches of any size; None: `layers` do."""
+        return None
 
 
 class LayerList(Model):
@@ -60,6 +65,9 @@ class LayerList(Model):
         """See `Model`."""
         return self._ties
 
+    def __str__(self) -> str:
+        return f"{self.number} layers"
+
 
 class WholeModel(Model):
     """A model as one module, factory or pair of functions.
@@ -80,13 +88,35 @@ class WholeModel(Model):
         leaves, tree = jax.tree.flatten(inputs)
         key = tree, tuple((a.shape, a.dtype) for a in leaves), marks, tuple(map(str, options.values()))
         if key not in self._cut:
-            args = (inputs,)
-            self._cut[key] = layers_of_model(self._model.bound(args), args, marks=marks, **options)
+            args = (Arguments.of(self._model.call, inputs),)
+            layers = layers_of_model(self._model.bound(args), args, marks=marks, **options)
+            num_stages = options.get("num_stages", 1)
+            if len(layers) < num_stages:
+                names = " | ".join(layer.name for layer in layers)
+                where = f"only into {len(layers)} segments: {names}" if len(layers) > 1 else "at no place"
+                raise ValueError(
+                    f"the model ({self._model.name}) can be cut {where}, and the schedule has {num_stages} stages. "
+                    "Places are between products, where no more values cross than before and after a block. Use fewer "
+                    "stages, or give the model as a list of layers."
+                )
+            self._cut[key] = layers
         return self._cut[key]
 
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """See `Model`."""
         return shared_parameters(layers)
+
+    def __str__(self) -> str:
+        return f"the model {self._model.name}"
+
+    def plain_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """See `Model`."""
+        model = self._model
+
+        def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
+            return model.train(parameters, state, key, (Arguments.of(model.call, *args),))
+
+        return [dataclasses.replace(model, train=train)]
 
 
 def model_of(layers: Any) -> Model:

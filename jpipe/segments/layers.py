@@ -63,7 +63,8 @@ class _Trace:
         lengths = [len(jax.tree.leaves(tree)) for tree in (model.parameters, model.state, keys)]
         inputs = iter(program.inputs)
         groups = [tuple(itertools.islice(inputs, n)) for n in lengths]
-        roles = Roles(*groups, tuple(inputs), tuple(results), tuple(jax.tree.leaves(state)))
+        parameters, state_before, keys_read = groups
+        roles = Roles(parameters, state_before, keys_read, tuple(inputs), tuple(results), tuple(jax.tree.leaves(state)))
         return cls(Flow(program, roles), structure)
 
 
@@ -73,6 +74,7 @@ def layers_of_model(
     *,
     compute_dtype: Any = None,
     key_impl: Any = None,
+    num_stages: int = 1,
     marks: Sequence | None = None,
 ) -> list[Layer]:
     """Cuts a model at its narrow places.
@@ -82,6 +84,7 @@ def layers_of_model(
       args: the abstract arguments of its call, of one microbatch.
       compute_dtype: as of `Pipeline`.
       key_impl: implementation of random keys.
+      num_stages: S. Segments that repeat in turns, such as the halves of a block, become one if S segments are left.
       marks: of the places, as the layers of the model for another shape have them; None: all narrow places.
 
     Returns:
@@ -95,7 +98,7 @@ def layers_of_model(
     there = {here.mark: place for pairs in matched for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
     if marks is None:
-        places = _alike(trained, here)
+        places = _alike(trained, here, num_stages)
     else:
         places = [place for equal in here for place in equal if place.mark in marks]
     places_there = [there[place.mark] for place in places]
@@ -121,7 +124,7 @@ def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Plac
     return [pairs for pairs in matched if pairs]
 
 
-def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]]) -> list[Place]:
+def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]], num_stages: int) -> list[Place]:
     """Chooses among equal places so that segments are alike."""
     chosen = [first for first, *_ in places]
 
@@ -140,10 +143,11 @@ def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]]) -> list[Place]:
                 texts[k : k + 2] = here
             else:
                 chosen[k] = before
-    return _in_periods(chosen, texts)
+    in_periods = _in_periods(chosen, texts)
+    return in_periods if len(in_periods) + 1 >= num_stages else chosen
 
 
-def _in_periods(places: list[Place], texts: Sequence[str], at_least: int = 2) -> list[Place]:
+def _in_periods(places: list[Place], texts: Sequence[str]) -> list[Place]:
     """The places without those inside of a sequence of segments that repeats, such as the halves of a block.
 
     Stages run equal layers in a loop.
@@ -278,7 +282,7 @@ def _segment(model: Layer, k: int, mark: tuple, trained: _Part, evaluated: _Part
 
     init = model.init
     return Layer(
-        f"{model.name}[{k}]",
+        _name([paths[i] for i in parameters_here]) or f"{model.name}, segment {k}",
         *both((model.parameters, model.state)),
         train,
         evaluate,
@@ -288,6 +292,22 @@ def _segment(model: Layer, k: int, mark: tuple, trained: _Part, evaluated: _Part
         specs=chosen(model.specs, paths, parameters_here) if model.specs else {},
         has_batch_norm=model.has_batch_norm,
     )
+
+
+def _name(paths: Sequence[Path]) -> str:
+    """Names the modules that have parameters: "blocks.3", or "embed, positions"."""
+    modules = [tuple(str(key.key) for key in path[:-1] or path) for path in paths]
+    if not modules:
+        return ""
+    common = []
+    for names in zip(*modules):
+        if len(set(names)) > 1:
+            break
+        common.append(names[0])
+    if common:
+        return ".".join(common)
+    tops = list(dict.fromkeys(names[0] for names in modules))
+    return ", ".join(tops[:3]) + (", ..." if len(tops) > 3 else "")
 
 
 def _leaves(tree: Any) -> dict[Path, Any]:

@@ -11,7 +11,7 @@ alone without products, such as masks and positions. Of these the inputs themsel
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.extend.core as jex
@@ -231,13 +231,13 @@ def narrow(places: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
     counts = [len(place.values) for place, *_ in places]
     kept: set[int] = set()
     for count in set(counts):
-        for run in _runs(range(len(counts)), lambda i, count=count: counts[i] >= count):
-            rises = len(_runs(run, lambda i, count=count: counts[i] > count))
+        for run in _runs(range(len(counts)), [c >= count for c in counts]):
+            rises = len(_runs(run, [c > count for c in counts]))
             if rises > 1 or len(run) == len(counts):
                 kept.update(i for i in run if counts[i] == count)
     return [places[i] for i in sorted(kept)]
 
 
-def _runs(indices: Iterable[int], condition: Callable[[int], bool]) -> list[list[int]]:
-    """The longest runs of consecutive indices that meet a condition."""
-    return [list(run) for meets, run in itertools.groupby(indices, condition) if meets]
+def _runs(indices: Iterable[int], chosen: Sequence[bool]) -> list[list[int]]:
+    """The longest runs of consecutive indices that are chosen."""
+    return [list(run) for is_chosen, run in itertools.groupby(indices, chosen.__getitem__) if is_chosen]

@@ -17,7 +17,8 @@ from jpipe._processes.sharing import processes_of
 from jpipe._util.warn import warn
 from jpipe.engine.state import STATE_ARRAYS, PipelineState, num_rounds
 from jpipe.engine.state_arrays import Adopted
-from jpipe.layers.model_tree import is_whole
+from jpipe.layers.layer import Layer
+from jpipe.layers.model_tree import is_whole, unflattened
 from jpipe.layers.quick_jit import quick_options, shared_jit
 from jpipe.mesh import STAGE
 from jpipe.optim.identity import difference
@@ -25,6 +26,7 @@ from jpipe.options.checks import check_fit
 from jpipe.program import Program
 from jpipe.stages.optimizer import leaves_seen, seen_by_optimizer
 from jpipe.states.locations import (
+    LAYER_ARRAYS,
     Leaves,
     locations,
     optimizer_paths,
@@ -91,8 +93,25 @@ def minibatch_of(state: PipelineState) -> Any:
     )
 
 
-def layers_here(program: Program) -> set[int]:
-    """The layers that a device of this process has, of any copy of their stage."""
+def _cut_again(leaves: Leaves, layers: Sequence[Layer]) -> Leaves:
+    """The leaves of a whole model by the layers that it is cut into here; those of a list of layers as they are."""
+    if not is_whole(layers):
+        return leaves
+    trees = {}
+    for array in LAYER_ARRAYS:
+        assert array.leaves is not None
+        name, like = array.leaves.name, array.leaves.like
+        by_path = {p: leaf for tree in leaves.layers[name] for p, leaf in jax.tree.leaves_with_path(tree)}
+        paths = ([p for p, _ in jax.tree.leaves_with_path(like(layer)) if p in by_path] for layer in layers)
+        trees[name] = [unflattened((p, by_path[p]) for p in paths_here) for paths_here in paths]
+    state = {path: leaf for layer_state in leaves.optimizer_state for path, leaf in layer_state.items()}
+    return leaves._replace(layers=trees, optimizer_state=[state] * len(layers))
+
+
+def layers_here(program: Program) -> set[int] | None:
+    """The layers that a device of this process has, of any copy of their stage; None: all, where cuts may differ."""
+    if is_whole(program.stages.layers):
+        return None
     mesh, here = program.settings.mesh, jax.process_index()
     return {
         i
@@ -135,11 +154,8 @@ def from_portable(program: Program, source: Portable, *, matching: bool = False)
       ValueError: if the layers or the optimizer differ, or one stage would hold layers whose stages
         had different values of a leaf that they share now.
     """
-    stages, leaves, optimizer = (
-        program.stages,
-        source.leaves,
-        program.settings.optimizer,
-    )
+    stages, optimizer = program.stages, program.settings.optimizer
+    leaves = _cut_again(source.leaves, stages.layers)
     check_fit("params", leaves.params, stages.layers, "parameters")
     mutable = leaves.layers["mutable_state"]
     check_fit("mutable_state", mutable, stages.layers, "state")

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import schedule_named
 from flax import linen as nn
 from flax import nnx
-from families import schedule_named
 
 import jpipe
 
@@ -78,9 +78,7 @@ class UNet(nn.Module):
 def mlp(key_sizes=(6, 8, 12, 5)):
     class MLP(nnx.Module):
         def __init__(self, *, rngs):
-            self.layers = nnx.List(
-                [nnx.Linear(a, b, rngs=rngs) for a, b in zip(key_sizes, key_sizes[1:])]
-            )
+            self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in zip(key_sizes, key_sizes[1:])])
 
         def __call__(self, x):
             for layer in self.layers:
