@@ -21,7 +21,7 @@ LEVELS = [
     {"schedules"},
     {"lowering", "draw"},
     {"layers"},
-    {"gradients"},
+    {"gradients", "segments"},
     {"stages"},
     {"options"},
     {"engine"},
