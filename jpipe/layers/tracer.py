@@ -107,7 +107,7 @@ class Tracer:
             layer.alike,
             self._is_last(i),
             layer.options.without_names,
-            _signature((args, layer.parameters, layer.state)),
+            _signature((args, jax.tree.leaves(layer.parameters), layer.state)),
             repr(self.splits[i]) if self.splits else None,
         )
         if seen not in self._program_of:

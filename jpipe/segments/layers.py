@@ -2,9 +2,10 @@
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -12,7 +13,6 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import cast
 from jpipe.layers.batch_norm import recording
-from jpipe.layers.expressions import content
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, unflattened
 from jpipe.layers.report import collect, report
@@ -104,8 +104,11 @@ def layers_of_model(
     places_there = [there[place.mark] for place in places]
     owners = _owners_of_state(trained.flow, places)
     marks = [*(place.mark for place in places), ()]
+    leaves = _Leaves.of(model)
     return [
-        _segment(model, k, marks[k], _Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners))
+        _segment(
+            model, leaves, k, marks[k], _Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners)
+        )
         for k in range(len(marks))
     ]
 
@@ -174,6 +177,8 @@ def _shapes(place: Place) -> list:
 
 def _owners_of_state(flow: Flow, places: Sequence[Place]) -> list[int]:
     """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
+    if not flow.roles.state:
+        return []
     stops = [place.position for place in places]
     computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
     reading = [
@@ -212,7 +217,7 @@ class _Part:
 
     def __init__(self, trace: _Trace, places: Sequence[Place], k: int, owners: Sequence[int]):
         roles, equations = trace.flow.roles, trace.flow.program.equations
-        self.trace, self._is_first, self._is_last = trace, k == 0, k == len(places)
+        self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
         self._data = roles.data if k == 0 else places[k - 1].crossing
         positions = [0, *(place.position for place in places), len(equations)]
         effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
@@ -224,14 +229,12 @@ class _Part:
         self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
         self.state = [i for i, v in enumerate(roles.state) if v in read]
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """Segments with equal texts compute the same."""
         read = self.program.read()
         inputs = [v for v in self.program.inputs if v in read]
-        closed = jax.make_jaxpr(self.program.slice(inputs, self.program.outputs))(*(v.aval for v in inputs))
-        constants = [content(value) for value in closed.consts]
-        return f"{closed.jaxpr} {constants}"
+        return self.program.slice(inputs, self.program.outputs).text()
 
     def values(self, parameters: Sequence, state: Sequence, keys: Sequence, activation: Any) -> tuple:
         """Runs the segment: what it passes on, what the model reports, and the new state by number.
@@ -245,51 +248,89 @@ class _Part:
         data = jax.tree.leaves(activation) if self._is_first or len(self._data) != 1 else [activation]
         results = self.program(*parameters, *state, *keys, *data)
         passed_on, written = results[: self._number], dict(zip(self.written, results[self._number :]))
-        if self._is_last:
+        if self.is_last:
             outputs, reported = self.trace.results.unflatten(passed_on)
             return outputs, reported, written
         return passed_on[0] if len(passed_on) == 1 else tuple(passed_on), {}, written
 
 
-def _segment(model: Layer, k: int, mark: tuple, trained: _Part, evaluated: _Part) -> Layer:
+class _Leaves(NamedTuple):
+    """The leaves of a model, parameters and then state.
+
+    Attributes:
+      paths: path of each leaf.
+      values: abstract arrays.
+      given: the values that the user gave, or None.
+      specs: names of dims, see `Layer`; None if nothing is named.
+    """
+
+    paths: tuple[list[Path], list[Path]]
+    values: tuple[list, list]
+    given: tuple[list, list] | None
+    specs: list | None
+
+    @classmethod
+    def of(cls, model: Layer) -> "_Leaves":
+        """The leaves of a bound model."""
+        trees = model.parameters, model.state
+        paths, unnamed = ([p for p, _ in jax.tree.leaves_with_path(tree)] for tree in trees)
+        specs = jax.tree.leaves(model.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+        given = None if model.given is None else _lists(model.given)
+        return cls((paths, unnamed), _lists(trees), given, specs or None)
+
+    def chosen(self, leaves: Sequence, role: int, numbers: Sequence[int]) -> dict:
+        """Some of the leaves of a role, as a nested dict."""
+        return unflattened((self.paths[role][i], leaves[i]) for i in numbers)
+
+
+def _lists(trees: tuple[Any, Any]) -> tuple[list, list]:
+    parameters, state = map(jax.tree.leaves, trees)
+    return parameters, state
+
+
+def _segment(model: Layer, leaves: _Leaves, k: int, mark: tuple, trained: _Part, evaluated: _Part) -> Layer:
     """Segment number `k` as a layer."""
-    paths, state_paths = (list(_leaves(tree)) for tree in (model.parameters, model.state))
-    parameters_here = sorted({*trained.parameters, *evaluated.parameters})
-    state_here = sorted({*trained.state, *evaluated.state, *trained.written})
+    numbers = (
+        sorted({*trained.parameters, *evaluated.parameters}),
+        sorted({*trained.state, *evaluated.state, *trained.written}),
+    )
 
-    def chosen(tree: Any, paths: Sequence, numbers: Sequence[int]) -> dict:
-        leaves = _leaves(tree)
-        return unflattened((paths[i], leaves[paths[i]]) for i in numbers)
+    def chosen(lists: tuple[Sequence, Sequence]) -> tuple[dict, dict]:
+        parameters, state = (leaves.chosen(lists[role], role, numbers[role]) for role in range(2))
+        return parameters, state
 
-    def spread(tree: Any, paths: Sequence) -> list:
-        leaves = _leaves(tree)
-        return [leaves.get(path) for path in paths]
+    def spread(tree: Any, role: int) -> list:
+        """The leaves of the whole model, None where the segment has none."""
+        values: list = [None] * len(leaves.paths[role])
+        for i, value in zip(numbers[role], jax.tree.leaves(tree), strict=True):
+            values[i] = value
+        return values
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
-        values = spread(state, state_paths)
-        outputs, reported, written = trained.values(spread(parameters, paths), values, [key], *args)
+        before = spread(state, 1)
+        outputs, reported, written = trained.values(spread(parameters, 0), before, [key], *args)
         for name, value in reported.items():
             report(name, value)
-        return outputs, unflattened((state_paths[i], written.get(i, values[i])) for i in state_here)
+        return outputs, leaves.chosen([written.get(i, a) for i, a in enumerate(before)], 1, numbers[1])
 
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
-        outputs, _, _ = evaluated.values(spread(parameters, paths), spread(state, state_paths), [], *args)
+        outputs, _, _ = evaluated.values(spread(parameters, 0), spread(state, 1), [], *args)
         return outputs
 
-    def both(trees: tuple[Any, Any]) -> tuple[dict, dict]:
-        parameters, state = trees
-        return chosen(parameters, paths, parameters_here), chosen(state, state_paths, state_here)
-
     init = model.init
+    parameters, state = chosen(leaves.values)
     return Layer(
-        _name([paths[i] for i in parameters_here]) or f"{model.name}, segment {k}",
-        *both((model.parameters, model.state)),
+        _name([leaves.paths[0][i] for i in numbers[0]]) or f"{model.name}, segment {k}",
+        parameters,
+        state,
         train,
         evaluate,
-        init=None if init is None else lambda key: both(init(key)),
-        given=None if model.given is None else both(model.given),
+        init=None if init is None else lambda key: chosen(_lists(init(key))),
+        given=None if leaves.given is None else chosen(leaves.given),
         options=LayerOptions(segment=mark),
-        specs=chosen(model.specs, paths, parameters_here) if model.specs else {},
+        # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
+        alike=None if model.state else (trained.text, evaluated.text, trained.is_last),
+        specs={} if leaves.specs is None else leaves.chosen(leaves.specs, 0, numbers[0]),
         has_batch_norm=model.has_batch_norm,
     )
 
@@ -310,15 +351,10 @@ def _name(paths: Sequence[Path]) -> str:
     return ", ".join(tops[:3]) + (", ..." if len(tops) > 3 else "")
 
 
-def _leaves(tree: Any) -> dict[Path, Any]:
-    """Path -> leaf."""
-    return dict(jax.tree.leaves_with_path(tree, is_leaf=lambda a: isinstance(a, PartitionSpec)))
-
-
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     """Ties between segments that read one parameter: `(layer, "dotted.path")` pairs."""
     places: dict[Path, list[tuple[int, str]]] = {}
     for i, layer in enumerate(layers):
-        for path in _leaves(layer.parameters):
+        for path, _ in jax.tree.leaves_with_path(layer.parameters):
             places.setdefault(path, []).append((i, ".".join(str(key.key) for key in path)))
     return [copies for copies in places.values() if len(copies) > 1]

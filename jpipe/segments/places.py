@@ -8,6 +8,7 @@ values that do not depend on the data (of weights and constants), and *cheap* va
 alone without products, such as masks and positions. Of these the inputs themselves cross.
 """
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -50,8 +51,8 @@ class Place:
       position: the number of equations before it.
       values: variables that cross, computed before it.
       inputs: inputs of the model that cross.
-      mark: which weights and products lie before it: traces of one model in training and in evaluation have equal
-        marks at equal places.
+      mark: the number of the step before it, of the equal place after this step, and of parameters that are read
+        before it. Traces of one model in training and in evaluation have equal marks at equal places.
     """
 
     position: int
@@ -135,12 +136,11 @@ class Flow:
 
     def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> Place:
         values, inputs = crossing
-        used = [i for i, v in enumerate(self.roles.parameters) if self._first_read.get(v, position) < position]
-        return Place(position, values, inputs, (number, tuple(used)))
+        return Place(position, values, inputs, (*number, bisect.bisect_left(self._first_reads, position)))
 
     @functools.cached_property
-    def _first_read(self) -> dict[Any, int]:
-        """Parameter -> the first equation on data that reads it, or what follows from it."""
+    def _first_reads(self) -> list[int]:
+        """For each parameter that is read the first equation on data that reads it, or what follows from it; sorted."""
         sources: dict[Any, set] = {v: {v} for v in self.roles.parameters}
         first: dict[Any, int] = {}
         for i, eqn in enumerate(self.program.equations):
@@ -150,7 +150,7 @@ class Flow:
                     first.setdefault(v, i)
             else:
                 sources |= {v: read for v in eqn.outvars}
-        return first
+        return sorted(first.values())
 
     def _crossing(self) -> dict[int, tuple[tuple, tuple]]:
         """Position -> the values and the inputs that cross there, for each position at which the model may be cut."""

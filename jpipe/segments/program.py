@@ -5,13 +5,14 @@ differentiate: functions with derivatives of their own, and checkpoints. Only pl
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
-from jpipe.layers.equations import value_of, variables
+from jpipe.layers.equations import Equations, value_of, variables
 
 _PLAIN_CALLS = ("jit", "pjit", "closed_call")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -82,16 +83,37 @@ class Program:
           outputs: variables or literals.
           effects: equations with side effects that it runs too.
         """
-        kept = set(map(id, effects))
-        needed, equations = set(variables(outputs)) - set(inputs), []
-        for eqn in reversed(self.equations):
-            if needed.intersection(eqn.outvars) or id(eqn) in kept:
-                needed.difference_update(eqn.outvars)
-                needed.update(set(variables(eqn.invars)) - set(inputs))
-                equations.append(eqn)
-        constants = {v: c for v, c in self.constants.items() if v in needed}
-        assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs of the slice"
-        return Program(constants, tuple(inputs), tuple(reversed(equations)), tuple(outputs))
+        given = set(inputs)
+        chosen = {self._index[id(eqn)] for eqn in effects}
+        needed = list(variables(outputs)) + [v for i in chosen for v in variables(self.equations[i].invars)]
+        constants = {}
+        # Only what is needed is visited: a model has as many segments as blocks.
+        while needed:
+            v = needed.pop()
+            if v in given or v in constants:
+                continue
+            if v in self.constants:
+                constants[v] = self.constants[v]
+                continue
+            i = self._producer[v]
+            if i not in chosen:
+                chosen.add(i)
+                needed += variables(self.equations[i].invars)
+        equations = tuple(self.equations[i] for i in sorted(chosen))
+        return Program(constants, tuple(inputs), equations, tuple(outputs))
+
+    @functools.cached_property
+    def _producer(self) -> dict[Any, int]:
+        """Variable -> position of the equation that computes it."""
+        return {v: i for i, eqn in enumerate(self.equations) for v in eqn.outvars}
+
+    @functools.cached_property
+    def _index(self) -> dict[int, int]:
+        return {id(eqn): i for i, eqn in enumerate(self.equations)}
+
+    def text(self) -> str:
+        """The program as text; equal texts are equal programs."""
+        return Equations(self.constants, self.inputs, self.equations, self.outputs).text()
 
     def read(self) -> set:
         """The variables that equations read, or that are outputs."""
