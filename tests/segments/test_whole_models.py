@@ -143,3 +143,31 @@ def test_losses_and_weights_are_those_of_the_plain_model(name, schedule):
         predicted = pipe.predict(state, {"inputs": inputs[:3]})
         want = plain_params(model, inputs[:3], params)[1](got)
         np.testing.assert_allclose(predicted, want, atol=2e-5)
+
+
+class Dropped(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(3)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.dropout(layer(x))
+        return x[:, :5]
+
+
+def test_dropout_draws_anew_and_does_not_depend_on_the_stages():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    losses = {}
+    for num_stages in (1, 2):
+        schedule = schedule_named("gpipe", num_stages, N)
+        pipe = jpipe.Pipeline(Dropped, loss=loss, optimizer=optax.sgd(0.0), schedule=schedule)
+        state, of_steps = pipe.init(KEY, batch), []
+        evaluated = pipe.evaluate(state, batch)["loss"]
+        for _ in range(2):
+            state, metrics = pipe.step(state, batch)
+            of_steps.append(float(metrics["loss"]))
+        np.testing.assert_array_equal(pipe.evaluate(state, batch)["loss"], evaluated)
+        assert len({*of_steps, float(evaluated)}) == 3
+        losses[num_stages] = of_steps
+    np.testing.assert_allclose(losses[1], losses[2], rtol=1e-6)
