@@ -392,8 +392,6 @@ def _slice_rows(array: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(array, start, start + size)
 
 
-
-
 def optimizer_paths(program: Program, layers: Sequence[int]) -> dict[str, jax.ShapeDtypeStruct]:
     """Path -> shape of each leaf of the optimizer's state for some layers, in order. No leaf is a part."""
     stages = program.stages
