@@ -77,7 +77,8 @@ class Pipeline:
       layers: a sequence. Each is a Flax NNX module (its weights are kept), a factory called as
         `factory(rngs=...) -> module` (initialised on the device of its stage), a Flax Linen module,
         `jpipe.Linen`, `jpipe.InitApply`, or `jpipe.Function(f)`. `jpipe.skip` gives any of them
-        skip connections.
+        skip connections. Or a whole model: one module, factory, `jpipe.Linen` or `jpipe.InitApply`, which is
+        cut into layers at the narrow places of its trace. Weights, masks and labels then have its paths.
       loss: `(outputs, batch) -> scalar`, the mean over the rows of one microbatch. `outputs` are
         those of the last layer, `batch` has all entries of the same microbatch.
       optimizer: any Optax chain that updates each layer independently. It sees a list with one
@@ -276,13 +277,16 @@ class Pipeline:
         self.compress_gradients = communication.compress_gradients
         self.accumulate_gradients = communication.accumulate_gradients
         self._device_memory = check_device_memory(device_memory, offload, self.mesh)
+        splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
+        if model.number is None:
+            splits.check_whole_model()
         self._settings = Settings(
             model=model,
             loss=Loss.of(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
-            splits=Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy),
+            splits=splits,
             numbers=numbers,
             communication=communication,
             has_aux=has_aux,
@@ -417,7 +421,7 @@ class Pipeline:
           key: seeds the weights of layers given as factories, and the random draws of layers in
             training.
           batch: a minibatch, or abstract arrays shaped like one; only its shapes matter.
-          params: start from these weights, one nested dict per layer, as `get_params` returns them.
+          params: start from these weights, in the form of `get_params`.
           mutable_state: start from this mutable state, as `get_mutable_state` returns it.
 
         Returns:
@@ -512,8 +516,8 @@ class Pipeline:
         return adopted
 
     @public("get_params", _is_shared)
-    def get_params(self, state: PipelineState) -> list | None:
-        """The newest weights: one nested dict per layer, by attribute names, of host arrays.
+    def get_params(self, state: PipelineState) -> Any:
+        """The newest weights: one nested dict per layer, by attribute names, of host arrays; that of a whole model.
 
         With several processes every process must call it, and process 0 gets the weights. The others get
         None.
@@ -522,7 +526,7 @@ class Pipeline:
         return model_tree.joined(state.program.stages.layers, portable.parameters(state))
 
     @public("get_mutable_state", _is_shared)
-    def get_mutable_state(self, state: PipelineState) -> list | None:
+    def get_mutable_state(self, state: PipelineState) -> Any:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         state = self._adopted(state)
         return model_tree.joined(state.program.stages.layers, portable.mutable_state(state), "state")

@@ -25,6 +25,22 @@ class Splits:
     axis_rules: AxisRules
     strategy: Strategy | None
 
+    def check_whole_model(self) -> None:
+        """Refuses what splits layers that a whole model does not have by itself.
+
+        Raises:
+          ValueError: if a strategy or a rule for layers that all stages run is given.
+        """
+        remedy = "Leave it out, or give the model as a list of layers."
+        if self.strategy is not None:
+            raise ValueError(f"`strategy` splits a list of layers, and the layers are a whole model. {remedy}")
+        for name, target in self.axis_rules:
+            if STAGE in axes((target,)):
+                raise ValueError(
+                    f"the rule ({name!r}, {target!r}) of `axis_rules` splits the first and the last layer over all "
+                    f"stages, and the layers are a whole model. {remedy}"
+                )
+
     @classmethod
     def checked(cls, mesh: Mesh, *, axis_rules: Any, strategy: Any) -> "Splits":
         """The options as a user gives them.

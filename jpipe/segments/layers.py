@@ -11,7 +11,7 @@ import jax
 import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
-from jpipe.layers.avals import cast
+from jpipe.layers.avals import cast, shapes_text
 from jpipe.layers.batch_norm import recording
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, unflattened
@@ -101,16 +101,38 @@ def layers_of_model(
         places = _alike(trained, here, num_stages)
     else:
         places = [place for equal in here for place in equal if place.mark in marks]
-    places_there = [there[place.mark] for place in places]
-    owners = _owners_of_state(trained.flow, places)
-    marks = [*(place.mark for place in places), ()]
-    leaves = _Leaves.of(model)
-    return [
-        _segment(
-            model, leaves, k, marks[k], _Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners)
+    while True:
+        places_there = [there[place.mark] for place in places]
+        owners = _owners_of_state(trained.flow, places)
+        parts = [
+            (_Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners))
+            for k in range(len(places) + 1)
+        ]
+        inside = _inside_of_writes(trained.flow.roles, parts, owners)
+        if not inside:
+            break
+        places = [place for k, place in enumerate(places) if k not in inside]
+    if marks is not None and len(places) + 1 != len(marks):
+        raise ValueError(
+            f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
+            "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
-        for k in range(len(marks))
-    ]
+    leaves = _Leaves.of(model)
+    ends = [*(place.mark for place in places), ()]
+    read = {i for part, there_too in parts for i in (*part.parameters, *there_too.parameters)}
+    # What the model never reads has no gradient, and a weight decay all the same.
+    unread = [i for i in range(len(leaves.paths[0])) if i not in read]
+    return [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
+
+
+def _inside_of_writes(roles: Roles, parts: Sequence[tuple["_Part", "_Part"]], owners: Sequence[int]) -> set[int]:
+    """The numbers of places that separate the segment that writes a leaf of the state from one that reads it."""
+    inside: set[int] = set()
+    for i, (old, new) in enumerate(zip(roles.state, roles.new_state)):
+        if new is not old:
+            touching = [k for k, segment in enumerate(parts) if any(i in part.state for part in segment)]
+            inside.update(range(min(touching + [owners[i]]), max(touching + [owners[i]])))
+    return inside
 
 
 def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Place], ...]]:
@@ -288,10 +310,12 @@ def _lists(trees: tuple[Any, Any]) -> tuple[list, list]:
     return parameters, state
 
 
-def _segment(model: Layer, leaves: _Leaves, k: int, mark: tuple, trained: _Part, evaluated: _Part) -> Layer:
-    """Segment number `k` as a layer."""
+def _segment(
+    model: Layer, leaves: _Leaves, k: int, mark: tuple, trained: _Part, evaluated: _Part, unread: Sequence[int]
+) -> Layer:
+    """Segment number `k` as a layer, which also has the parameters `unread`."""
     numbers = (
-        sorted({*trained.parameters, *evaluated.parameters}),
+        sorted({*trained.parameters, *evaluated.parameters, *unread}),
         sorted({*trained.state, *evaluated.state, *trained.written}),
     )
 
@@ -338,17 +362,12 @@ def _segment(model: Layer, leaves: _Leaves, k: int, mark: tuple, trained: _Part,
 def _name(paths: Sequence[Path]) -> str:
     """Names the modules that have parameters: "blocks.3", or "embed, positions"."""
     modules = [tuple(str(key.key) for key in path[:-1] or path) for path in paths]
-    if not modules:
-        return ""
-    common = []
-    for names in zip(*modules):
-        if len(set(names)) > 1:
-            break
-        common.append(names[0])
-    if common:
-        return ".".join(common)
-    tops = list(dict.fromkeys(names[0] for names in modules))
-    return ", ".join(tops[:3]) + (", ..." if len(tops) > 3 else "")
+    if len(set(modules)) == 1:
+        return ".".join(modules[0])
+    # A member of a list is a module of its own.
+    names = [".".join(m[: 1 + (len(m) > 1 and m[1].isdecimal())]) for m in modules]
+    first, *others = dict.fromkeys(names) or [""]
+    return ", ".join([first, *others[:2]]) + (", ..." if len(others) > 2 else "")
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:

@@ -15,8 +15,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.extend.core as jex
-
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.equations import variables
 from jpipe.segments.program import Program, has_product, is_key, is_loop
@@ -83,7 +81,8 @@ class Flow:
 
     def __init__(self, program: Program, roles: Roles):
         self.program, self.roles = program, roles
-        self.varying = program.depending_on([*roles.data, *self._draws()])
+        effects = [v for eqn in program.equations if eqn.effects for v in eqn.outvars]
+        self.varying = program.depending_on([*roles.data, *self._draws(), *effects])
         self.cheap = program.computed_from(roles.data, lambda e: not (has_product(e) or is_loop(e) or e.effects))
         self.cheap &= self.varying
 
@@ -126,12 +125,11 @@ class Flow:
         crossing = self._crossing()
         places = []
         for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
-            candidates = [i for i in range(first + 1, stop + 1) if i in crossing]
-            if candidates:
-                width = min(_width(crossing[i]) for i in candidates)
-                narrowest = [i for i in candidates if _width(crossing[i]) == width]
-                ends = dict.fromkeys((narrowest[-1], narrowest[0]))
-                places.append(tuple(self._place(i, crossing[i], (number, n)) for n, i in enumerate(ends)))
+            candidates = range(first + 1, stop + 1)
+            width = min(_width(crossing[i]) for i in candidates)
+            narrowest = [i for i in candidates if _width(crossing[i]) == width]
+            ends = dict.fromkeys((narrowest[-1], narrowest[0]))
+            places.append(tuple(self._place(i, crossing[i], (number, n)) for n, i in enumerate(ends)))
         return places
 
     def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> Place:
@@ -152,8 +150,8 @@ class Flow:
                 sources |= {v: read for v in eqn.outvars}
         return sorted(first.values())
 
-    def _crossing(self) -> dict[int, tuple[tuple, tuple]]:
-        """Position -> the values and the inputs that cross there, for each position at which the model may be cut."""
+    def _crossing(self) -> list[tuple[tuple, tuple]]:
+        """For each position the values and the inputs that cross there."""
         equations, end = self.program.equations, len(self.program.equations)
         passed = self.varying - self.cheap
         born = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars if v in passed}
@@ -177,43 +175,18 @@ class Flow:
                 origins |= {v: found for v in eqn.outvars}
         for v in variables(self.roles.results):
             read(v, end)
-        closed = self._closed()
         alive: dict[Any, None] = {}
         ends: dict[int, list] = {}
         for v, i in last.items():
             ends.setdefault(i, []).append(v)
-        result = {}
+        result = []
         for i in range(end + 1):
             if i > 0:
                 alive |= dict.fromkeys(v for v in equations[i - 1].outvars if last.get(v, -1) >= i)
                 for v in ends.get(i - 1, ()):
                     alive.pop(v, None)
-            if i not in closed:
-                result[i] = tuple(alive), tuple(x for x in self.roles.data if inputs_last.get(x, -1) >= i)
+            result.append((tuple(alive), tuple(x for x in self.roles.data if inputs_last.get(x, -1) >= i)))
         return result
-
-    def _closed(self) -> set[int]:
-        """Positions at which the model must not be cut: a segment that writes state has all that reads it."""
-        positions: set[int] = set()
-        index = {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars}
-        for old, new in zip(self.roles.state, self.roles.new_state):
-            if new is old or isinstance(new, jex.Literal):
-                continue
-            dependent = self.program.depending_on([old])
-            touched = [
-                i
-                for i, eqn in enumerate(self.program.equations)
-                if any(v in self.varying for v in eqn.outvars) and self._reads_first(eqn, old, dependent)
-            ]
-            if new in index and new in self.varying:
-                touched.append(index[new])
-            if touched:
-                positions.update(range(min(touched) + 1, max(touched) + 1))
-        return positions
-
-    def _reads_first(self, eqn: Any, old: Any, dependent: set) -> bool:
-        """Whether an equation reads a leaf of the state, or what follows from it without data."""
-        return any(v is old or (v in dependent and v not in self.varying) for v in variables(eqn.invars))
 
 
 def _width(crossing: tuple[tuple, tuple]) -> tuple[int, int]:

@@ -161,6 +161,8 @@ def test_several_inputs(form):
     [
         ({"num_stages": 5}, r"the model \(MLP\) can be cut only into 4 segments: layers.0 \| layers.1 .* 5 stages"),
         ({"boundaries": [9]}, r"`boundaries` must rise within 1..3"),
+        ({"axis_rules": (("vocab", "stage"),)}, r"the rule \('vocab', 'stage'\) of `axis_rules` .* whole model"),
+        ({"strategy": "strategy.json"}, r"`strategy` splits a list of layers"),
         ({"model": functools.partial(nnx.Linear, 6, 5)}, r"the model \(Linear\) can be cut at no place"),
     ],
 )

@@ -171,3 +171,36 @@ def test_dropout_draws_anew_and_does_not_depend_on_the_stages():
         assert len({*of_steps, float(evaluated)}) == 3
         losses[num_stages] = of_steps
     np.testing.assert_allclose(losses[1], losses[2], rtol=1e-6)
+
+
+class Counted(nnx.Module):
+    """State that one part writes and others read, a weight that nothing reads, and a printed value."""
+
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(4)])
+        self.scale = nnx.BatchStat(jnp.ones(()))
+        self.unread = nnx.Param(jnp.ones(3))
+
+    def __call__(self, x):
+        x = self.layers[0](x)
+        x = self.layers[1](x) * self.scale[...]
+        x = self.layers[2](x)
+        self.scale[...] = self.scale[...] * 0.5
+        return self.layers[3](x * self.scale[...])[:, :5]
+
+
+def test_what_reads_state_stays_beside_what_writes_it():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    optimizer = optax.sgd(0.1)
+    optimizer = optax.chain(optax.add_decayed_weights(0.5), optimizer)
+    pipe = jpipe.Pipeline(Counted, loss=loss, optimizer=optimizer, schedule=schedule_named("one_f_one_b", 2, N))
+    state = pipe.init(KEY, batch)
+    names = [name for record in pipe.partition(batch) for name in record.names]
+    assert names == ["layers.0, unread", "layers.1, layers.2", "layers.3"]  # both products with the scale are in the second
+    params, model = pipe.get_params(state), Counted(rngs=nnx.Rngs(0))
+    nnx.update(model, params)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert pipe.get_mutable_state(state)["scale"] == 0.5**N
+    np.testing.assert_allclose(pipe.get_params(state)["unread"], 0.95)
