@@ -98,7 +98,7 @@ def layers_of_model(
     there = {here.mark: place for pairs in matched for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
     if marks is None:
-        places = _alike(trained, here, num_stages)
+        places = _alike(trained, narrow(here, num_stages - 1), num_stages)
     else:
         places = [place for equal in here for place in equal if place.mark in marks]
     while True:
@@ -136,15 +136,10 @@ def _inside_of_writes(roles: Roles, parts: Sequence[tuple["_Part", "_Part"]], ow
 
 
 def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Place], ...]]:
-    """The narrow places in training, each with the same place in evaluation; of equal ones all."""
+    """The places in training, each with the same place in evaluation; of equal ones all."""
     there = {place.mark: place for places in evaluated.flow.places for place in places}
     matched = [
-        tuple(
-            (place, there[place.mark])
-            for place in places
-            if place.mark in there and _shapes(place) == _shapes(there[place.mark])
-        )
-        for places in narrow(trained.flow.places)
+        tuple((place, there[place.mark]) for place in places if place.mark in there) for places in trained.flow.places
     ]
     return [pairs for pairs in matched if pairs]
 
@@ -191,10 +186,6 @@ def _in_periods(places: list[Place], texts: Sequence[str]) -> list[Place]:
     repeated, period, start = best[0], -best[1], -best[2]
     inside = {k for k in range(start, start + repeated - 1) if (k - start + 1) % period} if repeated else set()
     return [place for k, place in enumerate(places) if k not in inside]
-
-
-def _shapes(place: Place) -> list:
-    return [(v.aval.shape, v.aval.dtype) for v in place.crossing]
 
 
 def _owners_of_state(flow: Flow, places: Sequence[Place]) -> list[int]:

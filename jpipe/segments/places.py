@@ -195,19 +195,33 @@ def _width(crossing: tuple[tuple, tuple]) -> tuple[int, int]:
     return len(values), num_bytes([v.aval for v in (*values, *inputs)])
 
 
-def narrow(places: Sequence[tuple[Place, ...]]) -> list[tuple[Place, ...]]:
+def narrow(places: Sequence[tuple[Place, ...]], at_least: int = 0) -> list[tuple[Place, ...]]:
     """The places that are outside of blocks.
 
     Inside of a residual block more values cross than before and after it. So do they between the ends of a skip
-    connection, but there the number rises and falls several times, once for each block.
+    connection, but there the number rises and falls several times, once for each block, or it stays over half of the
+    model.
+
+    Args:
+      places: all places, in order.
+      at_least: the number of places that are needed. If fewer are outside of blocks, those where fewer values cross
+        than on one side are taken too, and then all.
     """
+    if not places:
+        return []
     counts = [len(place.values) for place, *_ in places]
     kept: set[int] = set()
     for count in set(counts):
         for run in _runs(range(len(counts)), [c >= count for c in counts]):
             rises = len(_runs(run, [c > count for c in counts]))
-            if rises > 1 or len(run) == len(counts):
-                kept.update(i for i in run if counts[i] == count)
+            equal = [i for i in run if counts[i] == count]
+            if rises > 1 or (2 * len(equal) > len(run) and 2 * len(run) > len(counts)):
+                kept.update(equal)
+    if len(kept) < at_least:
+        around = [counts[0], *counts, counts[-1]]
+        kept.update(i for i, count in enumerate(counts) if count <= min(around[i], around[i + 2]))
+    if len(kept) < at_least:
+        kept.update(range(len(counts)))
     return [places[i] for i in sorted(kept)]
 
 

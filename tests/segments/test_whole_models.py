@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
+from jpipe.segments.places import Place, narrow
 
 KEY = jax.random.key(3)
 ROWS, N = 8, 4
@@ -75,6 +76,17 @@ class UNet(nn.Module):
         return nn.Dense(5)(x)
 
 
+class Values(nn.Module):
+    """Blocks under `nn.remat` that all read what the first layer computed."""
+
+    @nn.compact
+    def __call__(self, x):
+        first = x = nn.Dense(8)(x)
+        for _ in range(3):
+            x = jnp.tanh(nn.remat(nn.Dense)(8)(x)) + first
+        return nn.Dense(5)(x)
+
+
 def mlp(key_sizes=(6, 8, 12, 5)):
     class MLP(nnx.Module):
         def __init__(self, *, rngs):
@@ -96,7 +108,8 @@ CASES = {
     "language": (lambda: Language(rngs=nnx.Rngs(0)), TOKENS),
     "residual": (lambda: Residual(rngs=nnx.Rngs(0)), IMAGES),
     "mlp": (lambda: mlp()(rngs=nnx.Rngs(0)), VECTORS),
-    "U-Net": (lambda: UNet(), VECTORS),
+    "U-Net": (UNet, VECTORS),
+    "values": (Values, VECTORS),
 }
 
 
@@ -112,8 +125,9 @@ def plain_params(model, inputs, first):
     return first, lambda p: nnx.merge(graph, nnx.State(p), jax.tree.map(jnp.asarray, rest))(inputs)
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "schedule"), [*((name, "one_f_one_b") for name in CASES), ("U-Net", "zero_bubble_h1")]
+)
 def test_losses_and_weights_are_those_of_the_plain_model(name, schedule):
     make, inputs = CASES[name]
     model = make()
@@ -196,7 +210,11 @@ def test_what_reads_state_stays_beside_what_writes_it():
     pipe = jpipe.Pipeline(Counted, loss=loss, optimizer=optimizer, schedule=schedule_named("one_f_one_b", 2, N))
     state = pipe.init(KEY, batch)
     names = [name for record in pipe.partition(batch) for name in record.names]
-    assert names == ["layers.0, unread", "layers.1, layers.2", "layers.3"]  # both products with the scale are in the second
+    assert names == [
+        "layers.0, unread",
+        "layers.1, layers.2",
+        "layers.3",
+    ]  # both products with the scale are in the second
     params, model = pipe.get_params(state), Counted(rngs=nnx.Rngs(0))
     nnx.update(model, params)
     want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
@@ -204,3 +222,28 @@ def test_what_reads_state_stays_beside_what_writes_it():
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     assert pipe.get_mutable_state(state)["scale"] == 0.5**N
     np.testing.assert_allclose(pipe.get_params(state)["unread"], 0.95)
+
+
+# -- Places
+
+
+def row(counts):
+    """Places at which so many values cross."""
+    return [(Place(i, (None,) * count, (), (i,)),) for i, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "at_least", "want"),
+    [
+        ([1, 1, 1], 0, [0, 1, 2]),  # a chain
+        ([1, 3, 4, 4, 3, 2, 1, 2, 1], 0, [0, 6, 8]),  # the halves of a block
+        ([1, 2, 3, 2, 2, 3, 2, 3, 2, 1], 0, [0, 1, 3, 4, 6, 8, 9]),  # blocks between the ends of a skip
+        ([1, 2, 2, 2], 0, [0, 1, 2, 3]),  # a value that all later layers read
+        ([1, 1, 1, 2, 2], 3, [0, 1, 2]),
+        ([1, 1, 1, 2, 2], 4, [0, 1, 2, 4]),  # the second of two towers
+        ([1, 2, 3, 3, 2, 1], 5, [0, 1, 2, 3, 4, 5]),
+        ([], 1, []),
+    ],
+)
+def test_narrow_places(counts, at_least, want):
+    assert [place.position for (place,) in narrow(row(counts), at_least)] == want
