@@ -215,7 +215,8 @@ def narrow(places: Sequence[tuple[Place, ...]], at_least: int = 0) -> list[tuple
         for run in _runs(range(len(counts)), [c >= count for c in counts]):
             rises = len(_runs(run, [c > count for c in counts]))
             equal = [i for i in run if counts[i] == count]
-            if rises > 1 or (2 * len(equal) > len(run) and 2 * len(run) > len(counts)):
+            is_level = 2 * len(equal) > len(run) and 2 * len(run) > len(counts)
+            if rises > 1 or is_level or len(run) == len(counts):
                 kept.update(equal)
     if len(kept) < at_least:
         around = [counts[0], *counts, counts[-1]]
