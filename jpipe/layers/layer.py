@@ -172,7 +172,7 @@ class LayerOptions:
 
     Attributes:
       stash, pop: names of the skip connections that start and end at the layer.
-      segment: of a segment of a whole model the mark of the place at its end, see `jpipe.segments.places.Place`;
+      segment: of a segment of a whole model the mark of the place at its end, see `jpipe.segments.places.CutPlace`;
         its parameters and state have the paths of the model. None: the layer is a model of its own.
     """
 
@@ -260,7 +260,7 @@ class Layer:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positional", "keywords"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
-class Arguments:
+class CallArguments:
     """The arguments of the call of a whole model, in the place of an activation.
 
     Attributes:
@@ -272,7 +272,7 @@ class Arguments:
     keywords: Mapping[str, Any]
 
     @classmethod
-    def of(cls, call: Callable[..., Any] | None, inputs: Any) -> "Arguments":
+    def of(cls, call: Callable[..., Any] | None, inputs: Any) -> "CallArguments":
         """The arguments among the inputs of a model.
 
         A dict whose entries all have the names of arguments gives them by name. A tuple or a list gives as many as it
@@ -298,7 +298,7 @@ class Arguments:
 
 def call_with(function: Callable[..., Any], args: tuple, **keywords: Any) -> Any:
     """Calls a function for the arguments of a `Layer`."""
-    if len(args) == 1 and isinstance(args[0], Arguments):
+    if len(args) == 1 and isinstance(args[0], CallArguments):
         return function(*args[0].positional, **args[0].keywords, **keywords)
     return function(*args, **keywords)
 

@@ -192,7 +192,13 @@ class Settings:
             return trace_evaluation(layers, microbatch, **options)
 
     def _layers(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> Sequence[Layer]:
-        options = dict(compute_dtype=self.numbers.compute_dtype, key_impl=key_impl, num_stages=self.schedule.num_stages)
+        options = dict(
+            compute_dtype=self.numbers.compute_dtype,
+            key_impl=key_impl,
+            automatic=self.automatic_mesh,
+            axis_rules=self.splits.axis_rules,
+            num_stages=self.schedule.num_stages,
+        )
         return self.model.layers(microbatch["inputs"], like=like, **options)
 
     def _trace_options(self, key_impl: Any, splits: Sequence[LayerSplit]) -> dict[str, Any]:

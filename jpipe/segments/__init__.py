@@ -14,7 +14,7 @@ import jax
 from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
-from jpipe.layers.layer import Arguments, InitApply, Layer, Linen
+from jpipe.layers.layer import CallArguments, InitApply, Layer, Linen
 from jpipe.segments.layers import layers_of_model, shared_parameters
 
 Tie = Sequence[tuple[int, str]]
@@ -34,7 +34,7 @@ class Model(abc.ABC):
         Args:
           inputs: abstract, of one microbatch.
           like: the layers for another shape, whose cut they have.
-          **options: `compute_dtype` and `key_impl` of `jpipe.segments.layers.layers_of_model`.
+          **options: of `jpipe.segments.layers.layers_of_model`.
         """
 
     @abc.abstractmethod
@@ -88,7 +88,7 @@ class WholeModel(Model):
         leaves, tree = jax.tree.flatten(inputs)
         key = tree, tuple((a.shape, a.dtype) for a in leaves), marks, tuple(map(str, options.values()))
         if key not in self._cut:
-            args = (Arguments.of(self._model.call, inputs),)
+            args = (CallArguments.of(self._model.call, inputs),)
             layers = layers_of_model(self._model.bound(args), args, marks=marks, **options)
             num_stages = options.get("num_stages", 1)
             if len(layers) < num_stages:
@@ -114,7 +114,7 @@ class WholeModel(Model):
         model = self._model
 
         def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
-            return model.train(parameters, state, key, (Arguments.of(model.call, *args),))
+            return model.train(parameters, state, key, (CallArguments.of(model.call, *args),))
 
         return [dataclasses.replace(model, train=train)]
 

@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.layers.avals import cast, shapes_text
+from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.batch_norm import recording
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, unflattened
 from jpipe.layers.report import collect, report
-from jpipe.segments.places import Flow, Place, Roles, narrow
-from jpipe.segments.program import Program
+from jpipe.segments.places import CutPlace, DataFlow, Roles, narrow
+from jpipe.segments.program import ModelProgram
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class _Trace:
       results: the structure of `(outputs, what it reports to the loss)`.
     """
 
-    flow: Flow
+    flow: DataFlow
     results: Any
 
     @classmethod
@@ -57,7 +58,7 @@ class _Trace:
     def _of(cls, run: Callable[..., tuple], model: Layer, keys: tuple, args: tuple) -> "_Trace":
         with recording():
             closed, shapes = jax.make_jaxpr(run, return_shape=True)(model.parameters, model.state, *keys, args)
-        program = Program.of(closed)
+        program = ModelProgram.of(closed)
         outputs, state, reported = jax.tree.structure(shapes).unflatten(program.outputs)
         results, structure = jax.tree.flatten((outputs, reported))
         lengths = [len(jax.tree.leaves(tree)) for tree in (model.parameters, model.state, keys)]
@@ -65,7 +66,7 @@ class _Trace:
         groups = [tuple(itertools.islice(inputs, n)) for n in lengths]
         parameters, state_before, keys_read = groups
         roles = Roles(parameters, state_before, keys_read, tuple(inputs), tuple(results), tuple(jax.tree.leaves(state)))
-        return cls(Flow(program, roles), structure)
+        return cls(DataFlow(program, roles), structure)
 
 
 def layers_of_model(
@@ -74,6 +75,8 @@ def layers_of_model(
     *,
     compute_dtype: Any = None,
     key_impl: Any = None,
+    automatic: Mesh | None = None,
+    axis_rules: AxisRules = (),
     num_stages: int = 1,
     marks: Sequence | None = None,
 ) -> list[Layer]:
@@ -84,6 +87,8 @@ def layers_of_model(
       args: the abstract arguments of its call, of one microbatch.
       compute_dtype: as of `Pipeline`.
       key_impl: implementation of random keys.
+      automatic: the mesh of the axes that are left to the compiler; None if there are none.
+      axis_rules: from logical names to its axes.
       num_stages: S. Segments that repeat in turns, such as the halves of a block, become one if S segments are left.
       marks: of the places, as the layers of the model for another shape have them; None: all narrow places.
 
@@ -92,8 +97,9 @@ def layers_of_model(
       and the state of a segment have the paths that they have in the model. A parameter that several segments read is
       in each of them.
     """
-    trained = _Trace.training(model, args, compute_dtype, key_impl)
-    evaluated = _Trace.evaluation(model, args, compute_dtype)
+    with constraints_on(automatic, axis_rules):
+        trained = _Trace.training(model, args, compute_dtype, key_impl)
+        evaluated = _Trace.evaluation(model, args, compute_dtype)
     matched = _matched(trained, evaluated)
     there = {here.mark: place for pairs in matched for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
@@ -105,7 +111,7 @@ def layers_of_model(
         places_there = [there[place.mark] for place in places]
         owners = _owners_of_state(trained.flow, places)
         parts = [
-            (_Part(trained, places, k, owners), _Part(evaluated, places_there, k, owners))
+            (_SegmentProgram(trained, places, k, owners), _SegmentProgram(evaluated, places_there, k, owners))
             for k in range(len(places) + 1)
         ]
         inside = _inside_of_writes(trained.flow.roles, parts, owners)
@@ -117,7 +123,7 @@ def layers_of_model(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
-    leaves = _Leaves.of(model)
+    leaves = _ModelLeaves.of(model)
     ends = [*(place.mark for place in places), ()]
     read = {i for part, there_too in parts for i in (*part.parameters, *there_too.parameters)}
     # What the model never reads has no gradient, and a weight decay all the same.
@@ -125,7 +131,9 @@ def layers_of_model(
     return [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
 
 
-def _inside_of_writes(roles: Roles, parts: Sequence[tuple["_Part", "_Part"]], owners: Sequence[int]) -> set[int]:
+def _inside_of_writes(
+    roles: Roles, parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]], owners: Sequence[int]
+) -> set[int]:
     """The numbers of places that separate the segment that writes a leaf of the state from one that reads it."""
     inside: set[int] = set()
     for i, (old, new) in enumerate(zip(roles.state, roles.new_state)):
@@ -135,7 +143,7 @@ def _inside_of_writes(roles: Roles, parts: Sequence[tuple["_Part", "_Part"]], ow
     return inside
 
 
-def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Place], ...]]:
+def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[CutPlace, CutPlace], ...]]:
     """The places in training, each with the same place in evaluation; of equal ones all."""
     there = {place.mark: place for places in evaluated.flow.places for place in places}
     matched = [
@@ -144,12 +152,12 @@ def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[Place, Plac
     return [pairs for pairs in matched if pairs]
 
 
-def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]], num_stages: int) -> list[Place]:
+def _alike(trace: _Trace, places: Sequence[tuple[CutPlace, ...]], num_stages: int) -> list[CutPlace]:
     """Chooses among equal places so that segments are alike."""
     chosen = [first for first, *_ in places]
 
     def text(k: int) -> str:
-        return _Part(trace, chosen, k, ()).text
+        return _SegmentProgram(trace, chosen, k, ()).text
 
     texts = [text(k) for k in range(len(chosen) + 1)]
     for k, (_, *others) in enumerate(places):
@@ -167,7 +175,7 @@ def _alike(trace: _Trace, places: Sequence[tuple[Place, ...]], num_stages: int) 
     return in_periods if len(in_periods) + 1 >= num_stages else chosen
 
 
-def _in_periods(places: list[Place], texts: Sequence[str]) -> list[Place]:
+def _in_periods(places: list[CutPlace], texts: Sequence[str]) -> list[CutPlace]:
     """The places without those inside of a sequence of segments that repeats, such as the halves of a block.
 
     Stages run equal layers in a loop.
@@ -188,7 +196,7 @@ def _in_periods(places: list[Place], texts: Sequence[str]) -> list[Place]:
     return [place for k, place in enumerate(places) if k not in inside]
 
 
-def _owners_of_state(flow: Flow, places: Sequence[Place]) -> list[int]:
+def _owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
     """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
     if not flow.roles.state:
         return []
@@ -207,18 +215,18 @@ def _owners_of_state(flow: Flow, places: Sequence[Place]) -> list[int]:
     return owners
 
 
-def _given(roles: Roles, places: Sequence[Place], k: int) -> tuple:
+def _given(roles: Roles, places: Sequence[CutPlace], k: int) -> tuple:
     """The variables that a segment may read, apart from constants."""
     data = places[k - 1].crossing if k else roles.data
     return (*roles.parameters, *roles.state, *roles.keys, *data)
 
 
-def _passed_on(roles: Roles, places: Sequence[Place], k: int) -> tuple:
+def _passed_on(roles: Roles, places: Sequence[CutPlace], k: int) -> tuple:
     """The variables that a segment passes on."""
     return places[k].crossing if k < len(places) else roles.results
 
 
-class _Part:
+class _SegmentProgram:
     """A segment in one trace of the model.
 
     Attributes:
@@ -228,7 +236,7 @@ class _Part:
       written: number of a leaf of the state that it moves -> its new value.
     """
 
-    def __init__(self, trace: _Trace, places: Sequence[Place], k: int, owners: Sequence[int]):
+    def __init__(self, trace: _Trace, places: Sequence[CutPlace], k: int, owners: Sequence[int]):
         roles, equations = trace.flow.roles, trace.flow.program.equations
         self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
         self._data = roles.data if k == 0 else places[k - 1].crossing
@@ -267,7 +275,7 @@ class _Part:
         return passed_on[0] if len(passed_on) == 1 else tuple(passed_on), {}, written
 
 
-class _Leaves(NamedTuple):
+class _ModelLeaves(NamedTuple):
     """The leaves of a model, parameters and then state.
 
     Attributes:
@@ -283,7 +291,7 @@ class _Leaves(NamedTuple):
     specs: list | None
 
     @classmethod
-    def of(cls, model: Layer) -> "_Leaves":
+    def of(cls, model: Layer) -> "_ModelLeaves":
         """The leaves of a bound model."""
         trees = model.parameters, model.state
         paths, unnamed = ([p for p, _ in jax.tree.leaves_with_path(tree)] for tree in trees)
@@ -302,7 +310,13 @@ def _lists(trees: tuple[Any, Any]) -> tuple[list, list]:
 
 
 def _segment(
-    model: Layer, leaves: _Leaves, k: int, mark: tuple, trained: _Part, evaluated: _Part, unread: Sequence[int]
+    model: Layer,
+    leaves: _ModelLeaves,
+    k: int,
+    mark: tuple,
+    trained: _SegmentProgram,
+    evaluated: _SegmentProgram,
+    unread: Sequence[int],
 ) -> Layer:
     """Segment number `k` as a layer, which also has the parameters `unread`."""
     numbers = (

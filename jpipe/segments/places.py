@@ -17,7 +17,7 @@ from typing import Any
 
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.equations import variables
-from jpipe.segments.program import Program, has_product, is_key, is_loop
+from jpipe.segments.program import ModelProgram, has_product, is_key, is_loop
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Roles:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class CutPlace:
     """A place between two equations.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
         return num_bytes([v.aval for v in self.crossing])
 
 
-class Flow:
+class DataFlow:
     """What of a traced model depends on what.
 
     Attributes:
@@ -79,7 +79,7 @@ class Flow:
       cheap: the variables that follow from the model's inputs alone, without products or loops.
     """
 
-    def __init__(self, program: Program, roles: Roles):
+    def __init__(self, program: ModelProgram, roles: Roles):
         self.program, self.roles = program, roles
         effects = [v for eqn in program.equations if eqn.effects for v in eqn.outvars]
         self.varying = program.depending_on([*roles.data, *self._draws(), *effects])
@@ -101,12 +101,12 @@ class Flow:
     @functools.cached_property
     def steps(self) -> list[int]:
         """Positions of products and lookups in tables; without any, of all equations that apply weights to data."""
-        of_weights = self.program.depending_on(self.roles.parameters) - self.varying
+        weight_values = self.program.depending_on(self.roles.parameters) - self.varying
         applied, products = [], []
         for i, eqn in enumerate(self.program.equations):
             if not any(v in self.varying and v not in self.cheap for v in eqn.outvars):
                 continue
-            reads_weights = any(v in of_weights for v in variables(eqn.invars))
+            reads_weights = any(v in weight_values for v in variables(eqn.invars))
             if has_product(eqn) or (reads_weights and eqn.primitive.name == "gather"):
                 products.append(i)
             if reads_weights:
@@ -116,7 +116,7 @@ class Flow:
     # -- Places
 
     @functools.cached_property
-    def places(self) -> list[tuple[Place, ...]]:
+    def places(self) -> list[tuple[CutPlace, ...]]:
         """After each step but the last the narrowest place, in order; where several are equal, the last and the first.
 
         What follows a product element by element is computed beside it at the last, and beside the next product at the
@@ -132,9 +132,9 @@ class Flow:
             places.append(tuple(self._place(i, crossing[i], (number, n)) for n, i in enumerate(ends)))
         return places
 
-    def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> Place:
+    def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> CutPlace:
         values, inputs = crossing
-        return Place(position, values, inputs, (*number, bisect.bisect_left(self._first_reads, position)))
+        return CutPlace(position, values, inputs, (*number, bisect.bisect_left(self._first_reads, position)))
 
     @functools.cached_property
     def _first_reads(self) -> list[int]:
@@ -171,8 +171,8 @@ class Flow:
                 if needs_data:
                     read(v, i)
             if any(v in self.cheap for v in eqn.outvars):
-                found = set().union(*(origins.get(v, ()) for v in variables(eqn.invars)))
-                origins |= {v: found for v in eqn.outvars}
+                sources = set().union(*(origins.get(v, ()) for v in variables(eqn.invars)))
+                origins |= {v: sources for v in eqn.outvars}
         for v in variables(self.roles.results):
             read(v, end)
         alive: dict[Any, None] = {}
@@ -195,7 +195,7 @@ def _width(crossing: tuple[tuple, tuple]) -> tuple[int, int]:
     return len(values), num_bytes([v.aval for v in (*values, *inputs)])
 
 
-def narrow(places: Sequence[tuple[Place, ...]], at_least: int = 0) -> list[tuple[Place, ...]]:
+def narrow(places: Sequence[tuple[CutPlace, ...]], at_least: int = 0) -> list[tuple[CutPlace, ...]]:
     """The places that are outside of blocks.
 
     Inside of a residual block more values cross than before and after it. So do they between the ends of a skip

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from jpipe.layers.constraint import constrain, constrain_p
 from jpipe.layers.equations import Equations, value_of, variables
 
 _PLAIN_CALLS = ("jit", "pjit", "closed_call")
@@ -19,7 +20,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class ModelProgram:
     """A program without plain calls.
 
     Attributes:
@@ -35,7 +36,7 @@ class Program:
     outputs: tuple[Any, ...]
 
     @classmethod
-    def of(cls, closed: jex.ClosedJaxpr) -> "Program":
+    def of(cls, closed: jex.ClosedJaxpr) -> "ModelProgram":
         """The program of a jaxpr, without equations whose results nobody needs."""
         constants: dict[Any, Any] = {}
         equations: list = []
@@ -70,12 +71,16 @@ class Program:
         env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
         for eqn in self.equations:
             values = [value_of(env, v) for v in eqn.invars]
-            with eqn.ctx.manager:
-                results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            env.update(zip(eqn.outvars, results if eqn.primitive.multiple_results else [results]))
+            if eqn.primitive is constrain_p:  # on the mesh that the segment is traced for
+                results = [constrain(*values, **eqn.params)]
+            else:
+                with eqn.ctx.manager:
+                    results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+                results = results if eqn.primitive.multiple_results else [results]
+            env.update(zip(eqn.outvars, results))
         return [value_of(env, v) for v in self.outputs]
 
-    def slice(self, inputs: Sequence, outputs: Sequence, effects: Sequence = ()) -> "Program":
+    def slice(self, inputs: Sequence, outputs: Sequence, effects: Sequence = ()) -> "ModelProgram":
         """The equations that compute variables from variables.
 
         Args:
@@ -100,7 +105,7 @@ class Program:
                 chosen.add(i)
                 needed += variables(self.equations[i].invars)
         equations = tuple(self.equations[i] for i in sorted(chosen))
-        return Program(constants, tuple(inputs), equations, tuple(outputs))
+        return ModelProgram(constants, tuple(inputs), equations, tuple(outputs))
 
     @functools.cached_property
     def _producer(self) -> dict[Any, int]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jpipe
 from jpipe import schedules
@@ -169,3 +169,38 @@ def test_several_inputs(form):
 def test_models_that_cannot_be_cut(options, message):
     with pytest.raises(ValueError, match=message):
         make(**options).init(KEY, BATCH)
+
+
+# -- Meshes
+
+
+class Annotated(nnx.Module):
+    """Weights, and an activation, whose dims have logical names."""
+
+    def __init__(self, *, rngs):
+        def linear(a, b, names):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+            return nnx.Linear(a, b, rngs=rngs, kernel_init=init)
+
+        self.up = nnx.List([linear(6, 8, ("embed", "mlp")) for _ in range(2)])
+        self.down = nnx.List([linear(8, 6, ("mlp", "embed")) for _ in range(2)])
+
+    def __call__(self, x):
+        for up, down in zip(self.up, self.down):
+            hidden = linen.with_logical_constraint(nnx.relu(up(x)), ("batch", "mlp"))
+            x = x + down(hidden)
+        return x[:, :5]
+
+
+def test_names_of_dims_split_a_whole_model():
+    pipe = make(model=Annotated, optimizer=optax.sgd(0.1), mesh=jpipe.make_mesh(stage=2, model=2))
+    state = pipe.init(KEY, BATCH)
+    params = pipe.get_params(state)
+    want, gradients = jax.value_and_grad(pipe.plain_loss(state))(params, BATCH)
+    weights = next(record for record in pipe.shards(BATCH) if record.use == "weights")
+    assert weights.split["model"] > 0.5
+    assert "= constrain " in pipe._program(BATCH).traced.layer_kinds[0].text  # the activation's names count
+    state, metrics = pipe.step(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    got = pipe.get_params(state)
+    jax.tree.map(lambda a, b, c: np.testing.assert_allclose(a, b - 0.1 * c, atol=1e-6), got, params, gradients)

@@ -10,7 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import jpipe
-from jpipe.segments.places import Place, narrow
+from jpipe.segments.places import CutPlace, narrow
 
 KEY = jax.random.key(3)
 ROWS, N = 8, 4
@@ -229,7 +229,7 @@ def test_what_reads_state_stays_beside_what_writes_it():
 
 def row(counts):
     """Places at which so many values cross."""
-    return [(Place(i, (None,) * count, (), (i,)),) for i, count in enumerate(counts)]
+    return [(CutPlace(i, (None,) * count, (), (i,)),) for i, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize(
