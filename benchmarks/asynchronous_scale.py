@@ -739,8 +739,7 @@ def markdown(study: str, summary: dict) -> str:
     """The figures of a study of techniques as a table."""
     lines = [
         f"| method | best {summary['metric']} | rate (tried) | epochs to target | throughput | memory | time to target "
-        "| "
-        "the paper |",
+        "| the paper |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, row in summary["methods"].items():

@@ -290,8 +290,7 @@ def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
         "| chips | data x stage | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per "
-        "tick, MB "
-        "| under compute | window / transfer | operations |",
+        "tick, MB | under compute | window / transfer | operations |",
         "|---" * 12 + "|",
     ]
     for r in rows:

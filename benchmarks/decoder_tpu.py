@@ -211,21 +211,17 @@ def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
         "| chips | data x stage x fsdp x model | state predicted, GB | state compiled, GB | ratio | temporaries, GB | "
-        "limit, GB "
-        "| sent in a tick, MB: messages | along fsdp | along model | sent in an update along data, MB | window / "
-        "transfer | compiled in, s |",
+        "limit, GB | sent in a tick, MB: messages | along fsdp | along model | sent in an update along data, MB | "
+        "window / transfer | compiled in, s |",
         "|---" * 13 + "|",
     ]
     for r in rows:
         sent, kind = r["sent_mb"], r["topology"][:3]
         lines.append(
             f"| {r['chips']} {kind} | {r['data']} x {r['stage']} x {r['fsdp']} x {r['model']} | "
-            f"{r['predicted_gb']:.2f} "
-            f"| {r['state_gb']:.2f} | {r['state_gb'] / r['predicted_gb']:.3f} | {r['temporaries_gb']:.2f} | "
-            f"{LIMIT_GB[kind]:.0f} "
-            f"| {sent['messages']:.1f} | {sent.get('fsdp', 0):,.0f} | {sent.get('model', 0):,.0f} | "
-            f"{r['update_mb']:,.0f} "
-            f"| {min(r['slack']):.0f} | {r['compile_s']:.0f} |"
+            f"{r['predicted_gb']:.2f} | {r['state_gb']:.2f} | {r['state_gb'] / r['predicted_gb']:.3f} | "
+            f"{r['temporaries_gb']:.2f} | {LIMIT_GB[kind]:.0f} | {sent['messages']:.1f} | {sent.get('fsdp', 0):,.0f} | "
+            f"{sent.get('model', 0):,.0f} | {r['update_mb']:,.0f} | {min(r['slack']):.0f} | {r['compile_s']:.0f} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -112,8 +112,7 @@ def make_mesh(
         if platform == "cpu":
             remedy = (
                 f'Call `jax.config.update("jax_num_cpu_devices", {shown(needed)})` before JAX is first used, which '
-                "makes "
-                "that many devices out of the CPU, or use fewer."
+                "makes that many devices out of the CPU, or use fewer."
             )
         asked = ", ".join(f"{name}={shown(size)}" for name, size in axes.items())
         raise ValueError(f"`{asked}` needs {shown(needed)} devices, got {len(devices)} ({platform}). {remedy}")

@@ -504,8 +504,7 @@ class OptimizerConfig:
         if self.name not in ("adamw", "nadamw", "sgd"):
             raise ValueError(
                 f"`stability` knows the stable range of sgd, adamw and nadamw, got the optimizer {self.name!r}, whose "
-                "steps "
-                "are not the gradient times a fixed scale. Leave `stability` out."
+                "steps are not the gradient times a fixed scale. Leave `stability` out."
             )
         return self.momentum, self.name != "adamw", self.name != "sgd"
 

@@ -187,8 +187,7 @@ def _load_json(path: str, config_class: type) -> tuple[str, Any]:
     if checksum not in (None, _checksum(values)):
         raise ValueError(
             f"`{path}` is not what training wrote: its `{_CHECKSUM}` does not fit the options. It was damaged, or "
-            "edited. "
-            f"Change options on the command line, or remove the entry `{_CHECKSUM}` if you mean the edit."
+            f"edited. Change options on the command line, or remove the entry `{_CHECKSUM}` if you mean the edit."
         )
     name = values.pop("name", pathlib.Path(path).stem)
     try:

@@ -364,8 +364,7 @@ class Log:
             self._file = anew
             self._warn(
                 f"step {self.last_step}: the log `{self._path}` was removed, and its records up to here are lost. "
-                "Training "
-                "goes on with a new log."
+                "Training goes on with a new log."
             )
         while self._unwritten:
             self._append(json.dumps(self._unwritten[0]).encode() + b"\n")

@@ -272,8 +272,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     if config.strategy is not None:
         raise ValueError(
             f"a plan has a strategy of its own or none, got `--config.strategy={config.strategy}`. Leave it out, and "
-            "add `--tensor` to "
-            "search for strategies."
+            "add `--tensor` to search for strategies."
         )
     if args.tensor:
         check_tensor(config)
@@ -381,8 +380,7 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
     if not fitting:
         raise ValueError(
             f"none of the numbers of microbatches {sorted(wanted)} divides the batch size, {config.batch_size}. Name "
-            "others: "
-            "`--microbatches 5,10`."
+            "others: `--microbatches 5,10`."
         )
     return fitting
 

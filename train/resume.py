@@ -250,8 +250,7 @@ class Saver:
         if self._newest not in self._checkpoints.steps():
             self.problem = (
                 f"the checkpoint of step {self._newest} was removed from `{self._run_dir}`, so the run cannot go on "
-                "from "
-                "it."
+                "from it."
             )
             self._newest = None
 

@@ -121,9 +121,8 @@ def warning(bounds_of_stages: list[Bound]) -> str | None:
     s, worst = min(wrong, key=lambda pair: pair[1].largest / pair[1].configured)
     return (
         f"the learning rate leaves the stable range of late gradients on {len(wrong)} of {len(bounds_of_stages)} "
-        "stages: with a delay "
-        f"of {worst.delay} updates stage {s} is stable up to {worst.largest:.3g} at the current curvature, and the "
-        f"configuration reaches {worst.configured:.3g}. Lower --config.optimizer.learning_rate, set "
+        f"stages: with a delay of {worst.delay} updates stage {s} is stable up to {worst.largest:.3g} at the current "
+        f"curvature, and the configuration reaches {worst.configured:.3g}. Lower --config.optimizer.learning_rate, set "
         "--config.optimizer.annealing_steps so that late stages begin with less, use more "
         "--config.pipeline.num_microbatches, or train the first steps with --config.pipeline.synchronous_steps."
     )

@@ -258,8 +258,7 @@ def _read(path: pathlib.Path) -> bytes:
     if format is not None:
         warnings.warn(
             f"`{path}` {format}. Every byte of it becomes a token, also those of its format, such as brackets and "
-            "names "
-            "of fields. If it is not plain text, write its text to a .txt file in UTF-8.",
+            "names of fields. If it is not plain text, write its text to a .txt file in UTF-8.",
             stacklevel=2,
         )
     return text

@@ -159,8 +159,7 @@ def warn_of_short_run(config: TrainConfig) -> None:
             warnings.warn(
                 f"`optimizer.{name}={rise}` is more than `num_steps={num_steps}`, so the learning rate reaches "
                 f"{num_steps / rise:.0%} of its rise to {optimizer.learning_rate:g} and then the run ends. For a short "
-                "run set "
-                f"`--config.optimizer.{name}={max(num_steps // 10, 1)}` too.",
+                f"run set `--config.optimizer.{name}={max(num_steps // 10, 1)}` too.",
                 stacklevel=2,
             )
 

@@ -112,8 +112,7 @@ def _number(digits: str, word: str, number: int) -> int:
     if len(size) > len(str(most)) or int(size) > most:
         raise ValueError(
             f"line {number}: `{shortened(word, 200)}` has a number outside of -{most} .. {most}, which a table cannot "
-            "hold. Number stages, "
-            "devices, microbatches and versions from 0, or from the round as in `B-1`."
+            "hold. Number stages, devices, microbatches and versions from 0, or from the round as in `B-1`."
         )
     return -int(size) if digits.startswith("-") else int(size)
 

@@ -7,9 +7,9 @@
       00000500.saving/       a save that goes on, or that was cut off; the next save removes it
       00000200.deleting/     a step that is being deleted
 
-A save copies the arrays, and threads write them while training goes on. Nothing moves between devices.
-Restored into a pipeline of the same layout, a training goes on bit for bit, microbatches in flight
-included. Restored into another pipeline, every device reads the leaves of its own layers.
+A save copies the arrays, and threads write them while training goes on. Nothing moves between devices. Restored into a
+pipeline of the same layout, a training goes on bit for bit, microbatches in flight included. Restored into another
+pipeline, every device reads the leaves of its own layers.
 """
 
 import contextlib

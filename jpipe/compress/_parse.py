@@ -58,8 +58,7 @@ def parse(text: str) -> Compressor:
         if key not in fields or not equals:
             raise ValueError(
                 f"{name} has no option {shown(option)}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; "
-                "the "
-                f"options are {', '.join(fields)}."
+                f"the options are {', '.join(fields)}."
             )
         if key in values:
             raise ValueError(f"{name} has `{key}` twice in {shown(text)}. Leave one out.")

@@ -170,8 +170,6 @@ def _too_little(smallest: Program, temporaries: int, limit: float, least: float)
     parts = ", ".join(f"{n.replace('_', ' ')} {size_text(sizes[n])}" for n in largest)
     return (
         f"`device_memory` of {size_text(limit)} is too little: with all that can be in host memory there, a device "
-        "needs "
-        f"{size_text(least)} ({int(least)} bytes; {parts}). Give that much, or use more stages, smaller microbatches "
-        "or "
-        "`recompute`."
+        f"needs {size_text(least)} ({int(least)} bytes; {parts}). Give that much, or use more stages, smaller "
+        "microbatches or `recompute`."
     )

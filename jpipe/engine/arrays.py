@@ -111,8 +111,7 @@ class TickArrays:
     def __getattr__(self, name: str) -> Any:  # called for arrays that are not held
         raise AttributeError(
             f"{type(self).__name__} does not hold `{name}`, only {', '.join(self)}. An operation takes the arrays that "
-            "it "
-            "writes from `written` and all others from `read`."
+            "it writes from `written` and all others from `read`."
         )
 
     def __iter__(self) -> Iterator[str]:

@@ -90,9 +90,8 @@ def check_state(state: Any) -> None:
     if expected is state or tree != its_tree or [*map(_form, arrays)] != [*map(_form, like)]:
         raise ValueError(
             f"`state` must hold the arrays that `init` or `step` returned, and `{_changed(state, expected)}` holds "
-            "others. "
-            "Give the state as it was returned. To change weights use `pipe.with_params`, to change numbers of the "
-            "optimizer `pipe.with_hyperparams`."
+            "others. Give the state as it was returned. To change weights use `pipe.with_params`, to change numbers of "
+            "the optimizer `pipe.with_hyperparams`."
         )
     if any(isinstance(a, jax.Array) and a.is_deleted() for a in arrays):
         raise ValueError(

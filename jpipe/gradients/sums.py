@@ -225,9 +225,8 @@ class GradientSums:
         if jnp.finfo(self.dtype).bits <= jnp.finfo(dtype).bits:
             raise ValueError(
                 "`accumulate_dtype` must have more bits than the weights whose gradients it sums, or be their dtype, "
-                "got "
-                f"{self.dtype} for weights of {np.dtype(dtype)}: the sums would be less exact than without it. Choose "
-                "`jnp.float32`, or leave it out."
+                f"got {self.dtype} for weights of {np.dtype(dtype)}: the sums would be less exact than without it. "
+                "Choose `jnp.float32`, or leave it out."
             )
         return self.dtype
 

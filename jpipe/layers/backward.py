@@ -295,15 +295,7 @@ def _layer_program(
         text=_text(arguments, forward, backward),
         rereads_weights=rereads_weights,
         made=functools.cache(
-            lambda rereads: _layer_program(
-                arguments,
-                constants,
-                forward,
-                backward,
-                gradients,
-                recomputes=recomputes,
-                rereads_weights=rereads,
-            )
+            functools.partial(_layer_program, arguments, constants, forward, backward, gradients, recomputes)
         ),
     )
 

@@ -231,8 +231,7 @@ def _run_call(eqn: Any, values: Sequence, given: Iterator[Record] | None) -> tup
     if name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         raise BatchNormError(
             f"a batch norm is inside of `{name}`, so whether or how often it is called is not known. Call it outside, "
-            "or "
-            "give it `use_running_average=True`."
+            "or give it `use_running_average=True`."
         )
     inner = params["jaxpr"]
     constants = getattr(inner, "consts", ())

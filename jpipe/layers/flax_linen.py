@@ -59,16 +59,15 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
             jax.eval_shape(unbound.train, parameters, state, key, args)
     except Exception as error:
         raise ValueError(
-            f"layer {index} ({unbound.name}) cannot be initialised: {error}\nA module whose call takes "
-            "more than the activation is given as `jpipe.Linen(module, train=..., evaluate=...)`, and one that draws "
-            "from "
-            f"other random streams than {', '.join(layer.rngs) or 'none'} as `jpipe.Linen(module, rngs=(...))`."
+            f"layer {index} ({unbound.name}) cannot be initialised: {error}\nA module whose call takes more than the "
+            "activation is given as `jpipe.Linen(module, train=..., evaluate=...)`, and one that draws from other "
+            f"random streams than {', '.join(layer.rngs) or 'none'} as `jpipe.Linen(module, rngs=(...))`."
         ) from error
     if OVERWRITE_WITH_GRADIENT in state:
         raise ValueError(
             f"layer {index} ({unbound.name}) has a collection {OVERWRITE_WITH_GRADIENT!r}, whose new value is a "
-            "gradient (scales "
-            "of float8). A pipeline passes gradients to the optimizer alone. Use layers without float8 operations."
+            "gradient (scales of float8). A pipeline passes gradients to the optimizer alone. Use layers without "
+            "float8 operations."
         )
     check_leaves(parameters, state, unbound.name, index)
     return dataclasses.replace(

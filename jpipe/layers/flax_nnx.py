@@ -152,10 +152,9 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
             if flow.source(j) != j:
                 raise ValueError(
                     f"it writes to its own parameter {jax.tree_util.keystr(path)} in a call. A pipeline changes "
-                    "parameters by "
-                    "the optimizer alone, once per minibatch. Compute the new value in the call and do not write it, "
-                    "keep it "
-                    "in another kind of `nnx.Variable`, or constrain the weights in the Optax chain."
+                    "parameters by the optimizer alone, once per minibatch. Compute the new value in the call and do "
+                    "not write it, keep it in another kind of `nnx.Variable`, or constrain the weights in the Optax "
+                    "chain."
                 )
 
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:

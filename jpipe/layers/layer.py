@@ -336,8 +336,7 @@ def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
             if 0 in leaf.shape:
                 raise ValueError(
                     f"{layer}: {role} {jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, and there is nothing "
-                    "to "
-                    "train or to keep in an array without elements. Leave it out."
+                    "to train or to keep in an array without elements. Leave it out."
                 )
     for path, leaf in jax.tree.leaves_with_path(state):
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):

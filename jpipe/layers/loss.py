@@ -165,8 +165,8 @@ class Loss:
         if terms[0].mixed_by is not None:
             raise LossError(
                 f"`loss` returns `(sum, weight)` and applies {terms[0].mixed_by!r} to a sum of reported values and "
-                "others, so "
-                "it cannot be told which part of the sum the weight divides. Add the reported values at the end, for "
+                "others, so it cannot be told which part of the sum the weight divides. Add the reported values at the "
+                "end, for "
                 'example `(losses * mask).sum() + 0.1 * reported["penalty"]`.'
             )
         rest, from_reported = (
@@ -274,9 +274,8 @@ def _check_result(loss: Loss, result: LossValue) -> None:
         shapes = total if weight is None else (total, weight)
         raise ValueError(
             "`loss` must return a floating-point scalar, the mean over the rows of one microbatch, or `(sum, weight)` "
-            "of "
-            f"two scalars, got {_described(shapes)}. Take the mean of the losses of the rows. For a loss that returns "
-            "`(scalar, aux)`, set `has_aux=True`."
+            f"of two scalars, got {_described(shapes)}. Take the mean of the losses of the rows. For a loss that "
+            "returns `(scalar, aux)`, set `has_aux=True`."
         )
     if not is_inexact(jnp.asarray(total) if not hasattr(total, "dtype") else total):
         raise ValueError(

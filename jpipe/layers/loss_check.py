@@ -56,8 +56,8 @@ def cut_warning(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatc
         except Exception as error:
             return (
                 f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell "
-                "whether "
-                "the loss of a minibatch is the mean of its microbatches' losses. Write it for any number of rows."
+                "whether the loss of a minibatch is the mean of its microbatches' losses. Write it for any number of "
+                "rows."
             )
         if problem is not None:
             return problem
@@ -74,8 +74,7 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue, is_mask
     added = sum(parts)
     remedy = (
         "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by "
-        "the "
-        "weight of the whole minibatch. "
+        "the weight of the whole minibatch. "
     )
     no_guard = (
         "Return the weight as it is: a guard against 0, such as `jnp.maximum(weight, 1)`, is not needed, because a "
@@ -96,16 +95,13 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue, is_mask
     if abs(total - added) <= tolerance and not is_masked:  # else a guarded mean is 0
         return (
             "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients "
-            "are "
-            f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy.rstrip()}"
+            f"are those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy.rstrip()}"
         )
     return (
         f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for "
-        "their "
-        "halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
+        "their halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
         f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]}{no_guard} A loss that compares rows with "
-        "each other "
-        "sees the rows of one microbatch only."
+        "each other sees the rows of one microbatch only."
     )
 
 

@@ -295,6 +295,5 @@ def _check_structure(state: Any, results: Any, avals: Sequence) -> None:
         was, is_now = ("absent" if s is None else str(list(s)) for s in shapes)
         raise ValueError(
             f"a call changes the form of its mutable state: {changed[0]} is {was} before and {is_now} after. State "
-            "must keep "
-            "its structure and shapes from call to call. What a layer tells the loss goes to `jpipe.report`."
+            "must keep its structure and shapes from call to call. What a layer tells the loss goes to `jpipe.report`."
         )

@@ -147,10 +147,9 @@ def _spilled(
         longest = int((last - first)[used].max())
         if longest >= schedule.num_ticks:
             raise ValueError(
-                f"`activations` of `Offload` needs stashes that live shorter than a round of the table. In schedule "
+                "`activations` of `Offload` needs stashes that live shorter than a round of the table. In schedule "
                 f"{schedule.name!r} one lives for {longest} ticks, and a round of {schedule.num_microbatches} "
-                "microbatches has "
-                f"{schedule.num_ticks}. Use more microbatches, or leave `activations` out."
+                f"microbatches has {schedule.num_ticks}. Use more microbatches, or leave `activations` out."
             )
         stashes_by_device = stashes_of(schedule, first, last, used)
         spilled = spill(num_slots, schedule.num_ticks, first.shape, stashes_by_device)
@@ -166,9 +165,8 @@ def _spilled(
         least = least_slots(failed, schedule.num_ticks)
         raise ValueError(
             f"`activations={num_slots}` of `Offload` is too few: schedule {shown(schedule.name)} needs {least} slots "
-            "of a stash "
-            "on a device at once, with all others in host memory. Keep that many, or choose a schedule with fewer "
-            "stages on a device."
+            "of a stash on a device at once, with all others in host memory. Keep that many, or choose a schedule with "
+            "fewer stages on a device."
         )
     return result
 

@@ -67,8 +67,7 @@ def largest_stable_rate(curvature: Any, delay: Any, momentum: float = 0.0, neste
     if not (np.all(np.asarray(curvature) > 0) and np.all(np.isfinite(curvature))):
         raise ValueError(
             f"`curvature` must be above 0, got {shown(curvature)}: where the loss does not curve upwards, no learning "
-            "rate is "
-            "too large for lemma 1."
+            "rate is too large for lemma 1."
         )
     if not 0 <= momentum < 1:
         raise ValueError(f"`momentum` must be at least 0 and below 1, got {shown(momentum)}.")

@@ -292,26 +292,23 @@ def _check_sequence(
     if update.sequence and num_copies > 1:
         raise ValueError(
             f"{start} {_paths(layer, update.sequence)} in every microbatch, and its stage has {num_copies} copies, "
-            "which run "
-            "microbatches side by side. Give this stage one copy. (Running statistics of batch norms may have copies.)"
+            "which run microbatches side by side. Give this stage one copy. (Running statistics of batch norms may "
+            "have copies.)"
         )
     if num_replicas == 1 or not update.varying:
         return
     if not schedule.synchronous:
         raise ValueError(
             f"{start} {_paths(layer, update.varying)} in every microbatch by what it sees, and in the asynchronous "
-            "schedule "
-            f"{schedule.name!r} the states of {num_replicas} replicas would differ while a minibatch is in flight. Use "
-            "a "
-            "synchronous schedule, or one replica."
+            f"schedule {schedule.name!r} the states of {num_replicas} replicas would differ while a minibatch is in "
+            "flight. Use a synchronous schedule, or one replica."
         )
     integer = [j for j in update.varying if not is_inexact(update.leaves[j])]
     if integer:
         raise ValueError(
             f'{start} {_paths(layer, integer)} by what it sees, and {num_replicas} replicas along "data" see other '
-            "rows. A "
-            "mean over replicas has no meaning for integers. Make it float32, change it by the state alone, such as "
-            "`count + 1`, or use one replica."
+            "rows. A mean over replicas has no meaning for integers. Make it float32, change it by the state alone, "
+            "such as `count + 1`, or use one replica."
         )
 
 

@@ -140,8 +140,7 @@ def _check_compress_messages(compress: Any, mesh: Mesh, schedule: Schedule) -> M
     if schedule.num_stages == 1:
         raise ValueError(
             "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule "
-            "with "
-            "more stages, or leave it out."
+            "with more stages, or leave it out."
         )
     _check_whole("compress_messages", mesh)
     return messages
@@ -184,10 +183,9 @@ def _check_accumulate_gradients(
     if not isinstance(compressor, StreamingPCA):
         raise ValueError(
             "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of "
-            "a "
-            f"layer and the gradients by its outputs, got {shown(compressor)}. For example "
-            "`jpipe.compress.StreamingPCA(rank=4)`. "
-            "Other compressors need the gradient: they are for `compress_gradients`."
+            f"a layer and the gradients by its outputs, got {shown(compressor)}. For example "
+            "`jpipe.compress.StreamingPCA(rank=4)`. Other compressors need the gradient: they are for "
+            "`compress_gradients`."
         )
     for name, value in others.items():
         if value:

@@ -48,8 +48,7 @@ def check_offload(
     if HOST_MEMORY not in kinds:
         problem = (
             f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} "
-            "devices have "
-            f"only {', '.join(map(repr, kinds))}."
+            f"devices have only {', '.join(map(repr, kinds))}."
         )
         if offload.required:
             raise ValueError(
@@ -60,16 +59,14 @@ def check_offload(
     if offload.activations is not None and numbers.runs_forward_again:
         raise ValueError(
             '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a '
-            "stage "
-            "keeps only its inputs. Leave one of them out."
+            "stage keeps only its inputs. Leave one of them out."
         )
     stay = exclusions.stay_on_devices(hooks, schedule, communication.compressors)
     for name, why in stay.items():
         if getattr(offload, name) and why:
             raise ValueError(
                 f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the "
-                "optimizer's "
-                "state alone."
+                "optimizer's state alone."
             )
     return offload
 
@@ -101,7 +98,6 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
         raise ValueError(
             f"`device_memory` keeps what does not fit in memory of the kind {HOST_MEMORY!r}, and "
             f"{mesh.devices.flat[0].platform} devices have only {', '.join(map(repr, kinds))}. Leave it out, and use "
-            "more "
-            "stages or recompute."
+            "more stages or recompute."
         )
     return float(limit)

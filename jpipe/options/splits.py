@@ -75,8 +75,7 @@ def _check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | No
     if len(shared) > 1:
         raise ValueError(
             f"`strategy` splits each operator over one axis of the mesh, and {' and '.join(map(repr, shared))} are "
-            "left to it. "
-            "Use one axis with all their devices, `make_mesh(stage=, data=, model=)`."
+            "left to it. Use one axis with all their devices, `make_mesh(stage=, data=, model=)`."
         )
     if any(STAGE in axes((target,)) for _, target in axis_rules or ()):
         raise ValueError(

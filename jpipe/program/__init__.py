@@ -121,9 +121,8 @@ class Program:
         if accumulate is not None and not self.stages.factors.arrays:
             raise ValueError(
                 f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product "
-                "of two "
-                "matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a smaller "
-                "`rank`, or leave it out."
+                "of two matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a "
+                "smaller `rank`, or leave it out."
             )
         if compressor is None:
             return

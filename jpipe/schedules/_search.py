@@ -133,8 +133,7 @@ def _num_stages(costs: Costs, activations: ArrayLike, num_stages: int | None) ->
     lengths |= set() if num_stages is None else {num_stages}
     if len(lengths) != 1:
         raise ValueError(
-            "`num_stages`, the costs and `activations` must agree on the number of "
-            "stages, got "
+            "`num_stages`, the costs and `activations` must agree on the number of stages, got "
             f"{sorted(lengths) or 'none'}. Pass `num_stages`, or one number per stage."
         )
     return lengths.pop()

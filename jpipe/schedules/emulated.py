@@ -43,14 +43,12 @@ def emulated(schedule: Schedule) -> Schedule:
     if not isinstance(schedule, Schedule):
         raise ValueError(
             f"`schedule` must be a `jpipe.Schedule`, got {shown(schedule)}. Call a builder of `jpipe.schedules`, such "
-            "as "
-            "`jpipe.schedules.pipemare(8, 4)`."
+            "as `jpipe.schedules.pipemare(8, 4)`."
         )
     if schedule.forward_only:
         raise ValueError(
             f"`schedule` {shown(schedule.name)} only runs forward: emulation is for training, where the passes read "
-            "weights of "
-            "different ages. Pass a schedule that trains."
+            "weights of different ages. Pass a schedule that trains."
         )
     if schedule.emulates is not None:
         return schedule
@@ -95,14 +93,13 @@ def with_delays(
         if backward.shape != forward.shape:
             raise ValueError(
                 f"`backward_delays` are for {backward.shape[1]} stages and `delays` for {forward.shape[1]}. Give one "
-                "for "
-                "each stage in both."
+                "for each stage in both."
             )
         for m, s in np.argwhere(backward > forward)[:1].tolist():
             raise ValueError(
                 f"`backward_delays` must be at most `delays`, got {backward[m, s]} above {forward[m, s]} for "
-                "microbatch "
-                f"{m} on stage {s}: a backward runs after its forward, and reads weights that are as old or newer."
+                f"microbatch {m} on stage {s}: a backward runs after its forward, and reads weights that are as old or "
+                "newer."
             )
     return _sequential("with_delays", -forward, -backward)
 

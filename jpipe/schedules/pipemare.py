@@ -40,8 +40,7 @@ def refusal(
     return (
         f"a microbatch would cross {delay} updates between its forward and its backward, more than `max_delay` "
         f"{max_delay}: {num_microbatches} microbatches per update are too few for {num_stages} stages in {ticks} "
-        "ticks. "
-        f"{advice}, or allow a longer delay."
+        f"ticks. {advice}, or allow a longer delay."
     )
 
 

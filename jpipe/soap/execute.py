@@ -358,6 +358,5 @@ def _check_same(eqn: Any, split: EquationSplit) -> None:
 def _other_function(what: str) -> str:
     return (
         f"the function has {what} when the graph was traced: function and arguments must be those of the graph. Trace "
-        "it again for "
-        "these shapes and dtypes."
+        "it again for these shapes and dtypes."
     )

@@ -187,8 +187,7 @@ def _check_link(name: str, bandwidth: float, latency: float) -> None:
     if not bandwidth > 0:
         raise ValueError(
             f"{name} is dead: its bandwidth must be bytes per second above 0, got {shown(bandwidth)}. Repair the "
-            "value, or leave the "
-            "link out."
+            "value, or leave the link out."
         )
     if not 0 <= latency < math.inf:
         raise ValueError(f"{name}: the latency must be seconds, at least 0, got {shown(latency)}.")

@@ -103,9 +103,8 @@ def refusal(
     if in_stages and not reads_tiles(operator, config):
         return (
             f"shards of operator {shown(operator.name)} with degrees {config.degrees} read parts of their neighbours, "
-            "which XLA sends "
-            "by collective permutes. A device of another stage would have to join them, and runs something else. "
-            "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
+            "which XLA sends by collective permutes. A device of another stage would have to join them, and runs "
+            "something else. Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
         )
     count = math.prod(sizes.values())
     wrong = (
@@ -134,9 +133,7 @@ def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> st
     axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
     return (
         f"operator {shown(operator.name)} with degrees {config.degrees} on devices {config.devices} is no split over "
-        f"the mesh {axes}: an "
-        "operator runs on the whole mesh, its loops split over axes of it. Search with `Space(graph, num_devices, "
-        "executable=True)`, for a pipeline with `in_stages=True` (`train/search.py --in-stages`), and put operators "
-        "that run on other "
-        "devices into other stages."
+        f"the mesh {axes}: an operator runs on the whole mesh, its loops split over axes of it. Search with "
+        "`Space(graph, num_devices, executable=True)`, for a pipeline with `in_stages=True` (`train/search.py "
+        "--in-stages`), and put operators that run on other devices into other stages."
     )

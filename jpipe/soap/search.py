@@ -262,8 +262,7 @@ class _Search:
         if not simulators:
             raise ValueError(
                 f"no strategy was found that fits into {self._memory_limit:.4g} bytes per device: the least that a "
-                "device needs is "
-                f"{least:.4g}. Use more devices, a smaller batch or more memory."
+                f"device needs is {least:.4g}. Use more devices, a smaller batch or more memory."
             )
         return simulators
 

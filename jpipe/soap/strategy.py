@@ -39,8 +39,7 @@ def check_strategy(graph: OperatorGraph, strategy: Sequence[Config], num_devices
     if len(strategy) != len(graph.operators):
         raise ValueError(
             f"the strategy has {len(strategy)} configurations, and the graph {len(graph.operators)} operators. It "
-            "belongs to "
-            "another graph."
+            "belongs to another graph."
         )
     for operator, config in zip(graph.operators, strategy):
         check_config(operator, config, num_devices)
@@ -55,8 +54,7 @@ def check_config(operator: Operator, config: Config, num_devices: int) -> None:
         if degree < 1 or loop.size % degree:
             raise ValueError(
                 f"{name}: loop {i} ({loop.kind}) has {loop.size} turns, which cannot be split into {degree} equal "
-                "parts. "
-                f"Choose a divisor of {loop.size}."
+                f"parts. Choose a divisor of {loop.size}."
             )
         if degree > 1 and not loop.can_split:
             raise ValueError(f"{name}: loop {i} ({loop.kind}) cannot be split, got degree {degree}. Give it degree 1.")

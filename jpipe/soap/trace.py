@@ -65,8 +65,7 @@ def trace(
     if not graph.operators:
         raise ValueError(
             "the function has no operator: its results do not depend on arithmetic of its arguments, so there is "
-            "nothing to "
-            "split. Pass a function that computes, such as a loss."
+            "nothing to split. Pass a function that computes, such as a loss."
         )
     return graph
 
@@ -121,8 +120,7 @@ class _GraphBuilder:
         if self._unknown:
             warn(
                 f"no rule for {', '.join(self._unknown)}: such operators are not split, and one device reads all of "
-                "their "
-                "inputs. Add a rule to `jpipe.soap.rules.RULES` to split them."
+                "their inputs. Add a rule to `jpipe.soap.rules.RULES` to split them."
             )
         results = [self._number[base] for value in self._program.results if (base := refs[value][0]) in self._number]
         _mark_samples(operators, self._tensors)

@@ -208,8 +208,7 @@ def placement(
             first_id, more = graph.nodes[nodes[0]].id, len(nodes) - 1
             raise ValueError(
                 f"node {shown(first_id)}{f' with {more} nodes that must be beside it' if more else ''} can be placed "
-                "nowhere: "
-                f"{memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
+                f"nowhere: {memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )
     return problem
@@ -246,8 +245,8 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
             if bandwidth is None and after and node.output_bytes:
                 raise ValueError(
                     f"`bandwidth` must be given, got None: node {shown(node.id)} has {node.output_bytes:g} bytes of "
-                    "output "
-                    "and no `transfer`. Pass bytes per unit of time, or math.inf for transfers that take no time."
+                    "output and no `transfer`. Pass bytes per unit of time, or math.inf for transfers that take no "
+                    "time."
                 )
             transfer = node.output_bytes / bandwidth if bandwidth is not None else 0.0
         transfers.append(transfer * (2 if with_gradient else 1) if after else 0.0)

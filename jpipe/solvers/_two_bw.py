@@ -139,12 +139,10 @@ def two_bw(
     if not fitting:
         what = (
             f"the least memory that suffices is {least:.4g} bytes per device, the limit is {machine.memory_limit:.4g}. "
-            "Use "
-            "more devices or smaller microbatches."
+            "Use more devices or smaller microbatches."
             if least < math.inf
             else f"no microbatch size of {sorted(blocks.seconds)} divides the batch of {batch_size}, with replicas, "
-            "into as many "
-            "microbatches as there are stages."
+            "into as many microbatches as there are stages."
         )
         raise ValueError(f"no configuration fits: {what}")
     return sorted(

@@ -149,23 +149,7 @@ def flat_update(
             reads_stale,
         )
     except Exception as error:
-        if "pytree structure error" in str(error):
-            raise ValueError(
-                f"`optimizer` cannot update {where}: a tree in it, such as the mask of `optax.masked` or the labels of "
-                "`optax.multi_transform`, has another structure than the parameters. They are a list with one nested "
-                "dict "
-                "per layer, and None for layers of other stages. Give masks and labels as functions of such a list: "
-                "`lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`."
-            ) from error
-        raise ValueError(
-            f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
-            "It is called as `optimizer.update(gradients, state, parameters, "
-            f"{', '.join(f'{name}=...' for name in (*(arg.name for arg in EXTRA_ARGS), STALE_PARAMS))})` with lists "
-            "that hold one nested dict per layer, and "
-            "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that "
-            "needs "
-            "more than that, such as the loss, cannot be used."
-        ) from error
+        raise ValueError(_refusal(where, error)) from error
     _check_form(*forms[:2])
     effects = sorted(str(effect) for effect in flat.update.effects())
     if effects:
@@ -175,6 +159,24 @@ def flat_update(
             "`jax.debug.print` and callbacks there, and print the metrics that `step` returns."
         )
     return flat
+
+
+def _refusal(where: str, error: Exception) -> str:
+    """The message for an optimizer that cannot be traced."""
+    if "pytree structure error" in str(error):
+        return (
+            f"`optimizer` cannot update {where}: a tree in it, such as the mask of `optax.masked` or the labels of "
+            "`optax.multi_transform`, has another structure than the parameters. They are a list with one nested dict "
+            "per layer, and None for layers of other stages. Give masks and labels as functions of such a list: "
+            "`lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`."
+        )
+    return (
+        f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
+        "It is called as `optimizer.update(gradients, state, parameters, "
+        f"{', '.join(f'{name}=...' for name in (*(arg.name for arg in EXTRA_ARGS), STALE_PARAMS))})` with lists that "
+        "hold one nested dict per layer, and None for layers of other stages. Give masks and labels as functions of "
+        "such a list. An optimizer that needs more than that, such as the loss, cannot be used."
+    )
 
 
 def _form(state: Any) -> dict[str, str]:
@@ -191,10 +193,8 @@ def _check_form(before: Mapping[str, str], after: Mapping[str, str]) -> None:
         if was != becomes:
             raise ValueError(
                 f"`optimizer` changes the form of its state: {path} is {was} after `init`, and {becomes} after an "
-                "update. A "
-                "pipeline keeps the arrays that `init` makes, in their shapes and dtypes. Let `init` make the state as "
-                "the "
-                "update leaves it."
+                "update. A pipeline keeps the arrays that `init` makes, in their shapes and dtypes. Let `init` make "
+                "the state as the update leaves it."
             )
 
 

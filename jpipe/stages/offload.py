@@ -64,8 +64,8 @@ class Offload:
         if not isinstance(kept, numbers.Integral) or isinstance(kept, bool) or kept < LEAST_SLOTS:
             raise ValueError(
                 "`activations` of `Offload` is the number of microbatches whose stashes stay on a device, a whole "
-                "number of "
-                f"at least {LEAST_SLOTS} (one that is written and one that is read), got {shown(kept)}. None keeps all."
+                f"number of at least {LEAST_SLOTS} (one that is written and one that is read), got {shown(kept)}. None "
+                "keeps all."
             )
 
     def __bool__(self) -> bool:
@@ -79,8 +79,7 @@ def _check_share(name: str, share: Any, what: str) -> None:
     if not is_number or not 0 <= share <= 1:
         raise ValueError(
             f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got "
-            f"{shown(share)}. 1.0 "
-            "keeps all of it there."
+            f"{shown(share)}. 1.0 keeps all of it there."
         )
 
 

@@ -131,10 +131,8 @@ class VocabularyLayer:
         if not splitting.used:
             raise vocabulary.VocabularyError(
                 f'layer {self.index} ({self.layer.name}) splits a parameter over the axis "{STAGE}" and gives no part '
-                "of "
-                "it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis out "
-                "of "
-                "the parameter's partition."
+                "of it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis "
+                "out of the parameter's partition."
             )
         return outputs
 
@@ -319,8 +317,7 @@ def find(
     if traced.splits:
         raise vocabulary.VocabularyError(
             f'layer {min(split_layers)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave '
-            "`strategy` "
-            "out, or leave the axis out of the parameter's partition."
+            "`strategy` out, or leave the axis out of the parameter's partition."
         )
     units = tuple(_units(split_layers, ties, num_stages))
     placed = {layer.index: layer for unit in units for layer in unit.layers}
@@ -407,8 +404,7 @@ def _check_layer(layer: Layer, index: int, num_layers: int, leaves: Sequence[Par
         if size is not None and sizes.setdefault(leaf.num_rows, size) != size:
             raise vocabulary.VocabularyError(
                 f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many "
-                "rows "
-                f"({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
+                f"rows ({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
             )
 
 
@@ -533,16 +529,14 @@ def check_table(layers: Vocabulary, schedule: Schedule, delays: Mapping[str, np.
     if (last != schedule.by_stage(schedule.backward_versions())[:, -1]).any():
         raise vocabulary.VocabularyError(
             f"the head (layer {layers.head.index}) is split over all stages, which takes its gradient in its forward, "
-            "and "
-            f"the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
+            f"and the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
             f"{remedy}."
         )
     for name, delay in delays.items():
         if delay[-1]:
             raise vocabulary.VocabularyError(
                 f"the head (layer {layers.head.index}) is split over all stages, which takes its gradient in its "
-                "forward, "
-                f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
+                f"forward, and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
                 f"`{name}_params`, or {remedy}."
             )
 

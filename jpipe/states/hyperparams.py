@@ -69,16 +69,14 @@ def _check_name(name: str, known: Mapping[str, Hyperparam]) -> bool:
     if name in known:
         raise ValueError(
             f"`{name}` is computed from the number of updates by the schedule that `optax.inject_hyperparams` got, and "
-            "would be "
-            "computed again in the next step. Make a pipeline with another schedule, and let it `adopt` the state."
+            "would be computed again in the next step. Make a pipeline with another schedule, and let it `adopt` the "
+            "state."
         )
     if not known:
         raise ValueError(
             f"the optimizer's state has no `{name}`: it holds no hyperparameters. Let Optax keep them there, for "
-            "example by "
-            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`, or make a pipeline with another optimizer of "
-            "the same "
-            "form, and let it `adopt` the state."
+            "example by `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`, or make a pipeline with another "
+            "optimizer of the same form, and let it `adopt` the state."
         )
     paths = [h.path for h in known.values() if h.path.endswith(f"['{name}']")]
     if paths:
