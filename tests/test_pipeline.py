@@ -161,9 +161,9 @@ WRONG_ARGUMENTS = {
         lambda: dict(mesh=jax.devices()[:2]),
         "`mesh` must be .*got list",
     ),
-    "layers one module": (
-        lambda: dict(layers=linear()),
-        "`layers` must be a sequence of layers, got a whole model .Linear.",
+    "layers one number": (
+        lambda: dict(layers=4),
+        "`layers` must be a sequence of layers, got int",
     ),
     "layers a generator": (
         lambda: dict(layers=(x for x in [LINEAR] * 4)),
