@@ -13,7 +13,7 @@ import optax
 
 from jpipe._util.foreign import shown
 from jpipe._util.warn import warn
-from jpipe.gradients.sums import AS_PARAMETERS, GradientSums
+from jpipe.gradients.sums import GradientSums
 from jpipe.layers.avals import abstract, num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import TrainingTrace
@@ -35,7 +35,7 @@ def profile(
     compute_dtype: Any = None,
     reads: Sequence[str] = (),
     ties: Sequence[Sequence[int]] = (),
-    sums: GradientSums = AS_PARAMETERS,
+    accumulate_dtype: Any = None,
     programs: Sequence[str] = PROGRAMS,
     min_seconds: float = 0.5,
     devices: Sequence[jax.Device] | None = None,
@@ -64,7 +64,7 @@ def profile(
       compute_dtype: for the record, see `traced`.
       reads: for the record, see `Profile`.
       ties: for the record, see `Profile`.
-      sums: the arrays in which gradients are summed; their bytes are counted.
+      accumulate_dtype: the dtype of the sums of gradients, see `Pipeline`; their bytes are counted.
       programs: the programs of `PROGRAMS` to measure. The seconds of the others are None. Bytes
         are always counted.
       min_seconds: seconds per program, at least.
@@ -88,6 +88,7 @@ def profile(
     for name in programs:
         if name not in PROGRAMS:
             raise ValueError(f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {shown(name)}.")
+    sums = GradientSums(dtype=None if accumulate_dtype is None else np.dtype(accumulate_dtype))
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     updates, update_of_layer = trace_updates(traced, optimizer)
     made_with = dict(

@@ -127,6 +127,6 @@ def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
         compute_dtype=settings.numbers.compute_dtype,
         reads=list(settings.hooks),
         ties=[[layer for layer, _ in copies] for copies in settings.resolved_ties(traced)],
-        sums=settings.numbers.gradient_sums(None),
+        accumulate_dtype=settings.numbers.accumulate_dtype,
         devices=local[:1],
     )
