@@ -65,8 +65,16 @@ def per_layer(layers: Sequence[Layer], given: Any, as_dicts: Callable[[Any], Any
       given: a list, or the tree of a whole model; None: None.
       as_dicts: makes nested dicts of what Flax keeps leaves in.
       role: as of `joined`.
+
+    Raises:
+      ValueError: if a list is given for a whole model.
     """
     if is_whole(layers) and given is not None:
+        if isinstance(given, list | tuple):
+            raise ValueError(
+                f"the {role} of a whole model are one nested dict with its paths, got a {type(given).__name__} of "
+                f"{len(given)}. Pass what `get_params` or `get_mutable_state` returned, or an NNX module or state."
+            )
         return split(layers, as_dicts(given), role)
     return [as_dicts(values) for values in given] if isinstance(given, Sequence) else given
 

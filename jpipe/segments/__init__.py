@@ -6,16 +6,19 @@
 """
 
 import abc
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
+from jpipe.layers.avals import shapes_text
 from jpipe.layers.layer import CallArguments, InitApply, Layer, Linen
-from jpipe.segments.layers import layers_of_model, shared_parameters
+from jpipe.segments.layers import CutError, layers_of_model, shared_parameters
 
 Tie = Sequence[tuple[int, str]]
 """`(layer, "dotted.path")` pairs of one parameter."""
@@ -79,7 +82,8 @@ class WholeModel(Model):
     number = None
 
     def __init__(self, model: Any):
-        self._model = as_layer(model, 0)
+        with _named_as_a_model():
+            self._model = as_layer(model, 0)
         self._cut: dict[tuple, Sequence[Layer]] = {}
 
     def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
@@ -88,8 +92,7 @@ class WholeModel(Model):
         leaves, tree = jax.tree.flatten(inputs)
         key = tree, tuple((a.shape, a.dtype) for a in leaves), marks, tuple(map(str, options.values()))
         if key not in self._cut:
-            args = (CallArguments.of(self._model.call, inputs),)
-            layers = layers_of_model(self._model.bound(args), args, marks=marks, **options)
+            layers = self._layers(inputs, marks, **options)
             num_stages = options.get("num_stages", 1)
             if len(layers) < num_stages:
                 names = " | ".join(layer.name for layer in layers)
@@ -101,6 +104,22 @@ class WholeModel(Model):
                 )
             self._cut[key] = layers
         return self._cut[key]
+
+    def _layers(self, inputs: Any, marks: Sequence | None, **options: Any) -> Sequence[Layer]:
+        args = (CallArguments.of(self._model.call, inputs),)
+        with _named_as_a_model():
+            model = self._model.bound(args)
+        try:
+            return layers_of_model(model, args, marks=marks, **options)
+        except CutError:
+            raise
+        except Exception as error:
+            names = ""
+            if isinstance(inputs, Mapping) and model.call is not None:
+                names = (
+                    f" Its arguments are {inspect.signature(model.call)}: a dict of inputs gives them by these names."
+                )
+            raise ValueError(f"the model ({model.name}) cannot take {shapes_text(inputs)}: {error}{names}") from error
 
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """See `Model`."""
@@ -117,6 +136,15 @@ class WholeModel(Model):
             return model.train(parameters, state, key, (CallArguments.of(model.call, *args),))
 
         return [dataclasses.replace(model, train=train)]
+
+
+@contextlib.contextmanager
+def _named_as_a_model() -> Iterator[None]:
+    """Messages about layer 0 are about the model."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace("layer 0", "the model", 1)) from error
 
 
 def model_of(layers: Any) -> Model:

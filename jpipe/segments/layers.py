@@ -21,6 +21,10 @@ from jpipe.segments.places import CutPlace, DataFlow, Roles, narrow
 from jpipe.segments.program import ModelProgram
 
 
+class CutError(ValueError):
+    """A model cannot be cut as it should be."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Trace:
     """A traced model.
@@ -119,7 +123,7 @@ def layers_of_model(
             break
         places = [place for k, place in enumerate(places) if k not in inside]
     if marks is not None and len(places) + 1 != len(marks):
-        raise ValueError(
+        raise CutError(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
