@@ -114,12 +114,10 @@ class WholeModel(Model):
         except CutError:
             raise
         except Exception as error:
-            names = ""
+            message = f"the model ({model.name}) cannot take {shapes_text(inputs)}: {str(error).rstrip('.')}."
             if isinstance(inputs, Mapping) and model.call is not None:
-                names = (
-                    f" Its arguments are {inspect.signature(model.call)}: a dict of inputs gives them by these names."
-                )
-            raise ValueError(f"the model ({model.name}) cannot take {shapes_text(inputs)}: {error}{names}") from error
+                message += f" Its arguments are {inspect.signature(model.call)}: a dict of inputs gives them by name."
+            raise ValueError(message) from error
 
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """See `Model`."""

@@ -157,6 +157,23 @@ def test_several_inputs(form):
 
 
 @pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (np.ones((ROWS, 5), np.float32), r"the model \(MLP\) cannot take float32\[2, 5\]: .* got \(5,\) and \(6,\)\.$"),
+        ({"tokens": BATCH["inputs"]}, r"cannot take \['tokens'\] float32\[2, 6\]: .* Its arguments are \(x\)"),
+    ],
+)
+def test_inputs_that_the_model_cannot_take(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        make().init(KEY, BATCH | {"inputs": inputs})
+
+
+def test_weights_in_a_list_are_refused():
+    with pytest.raises(ValueError, match="parameters of a whole model are one nested dict .* got a list of 4"):
+        trained()[0].init(KEY, BATCH, params=[{}] * 4)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_stages": 5}, r"the model \(MLP\) can be cut only into 4 segments: layers.0 \| layers.1 .* 5 stages"),
