@@ -4,7 +4,7 @@ A model that is given as a list of layers is a list with one nested dict per lay
 cut into layers, is its own nested dict: each layer has some leaves of it, at their paths in the model.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,12 +49,12 @@ def split(layers: Sequence[Layer], tree: Any, role: str = "parameters") -> Any:
     if not is_whole(layers):
         return tree
     leaves = dict(jax.tree.leaves_with_path(tree))
-    return [
-        unflattened(
-            (path, leaves[path]) for path, _ in jax.tree.leaves_with_path(getattr(layer, role)) if path in leaves
-        )
-        for layer in layers
-    ]
+    return [picked(getattr(layer, role), leaves) for layer in layers]
+
+
+def picked(like: Any, leaves: Mapping[Path, Any]) -> dict:
+    """The tree with the paths of `like`, of the leaves that there are."""
+    return unflattened((path, leaves[path]) for path, _ in jax.tree.leaves_with_path(like) if path in leaves)
 
 
 def per_layer(layers: Sequence[Layer], given: Any, as_dicts: Callable[[Any], Any], role: str = "parameters") -> Any:

@@ -207,7 +207,7 @@ def _owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
     stops = [place.position for place in places]
     computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
     reading = [
-        flow.program.slice(_given(flow.roles, places, k), _passed_on(flow.roles, places, k)).read()
+        flow.program.part(_given(flow.roles, places, k), _passed_on(flow.roles, places, k)).read()
         for k in range(len(places) + 1)
     ]
     owners = []
@@ -249,7 +249,7 @@ class _SegmentProgram:
         passed_on = _passed_on(roles, places, k)
         self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
         self._number = len(passed_on)
-        self.program = trace.flow.program.slice(_given(roles, places, k), [*passed_on, *self.written.values()], effects)
+        self.program = trace.flow.program.part(_given(roles, places, k), [*passed_on, *self.written.values()], effects)
         read = self.program.read()
         self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
         self.state = [i for i, v in enumerate(roles.state) if v in read]
@@ -259,7 +259,7 @@ class _SegmentProgram:
         """Segments with equal texts compute the same."""
         read = self.program.read()
         inputs = [v for v in self.program.inputs if v in read]
-        return self.program.slice(inputs, self.program.outputs).text()
+        return self.program.part(inputs, self.program.outputs).text()
 
     def values(self, parameters: Sequence, state: Sequence, keys: Sequence, activation: Any) -> tuple:
         """Runs the segment: what it passes on, what the model reports, and the new state by number.

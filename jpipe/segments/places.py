@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jpipe.layers.avals import num_bytes
+from jpipe.layers.avals import is_key, num_bytes
 from jpipe.layers.equations import variables
-from jpipe.segments.program import ModelProgram, has_product, is_key, is_loop
+from jpipe.segments.program import ModelProgram, has_product, is_loop
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,8 +92,8 @@ class DataFlow:
         numbers = []
         keys = self.program.depending_on(self.roles.keys)
         for eqn in self.program.equations:
-            used = {v for v in variables(eqn.invars) if v in keys and is_key(v)}
-            if used and not all(map(is_key, eqn.outvars)):
+            used = {v for v in variables(eqn.invars) if v in keys and is_key(v.aval)}
+            if used and not all(is_key(v.aval) for v in eqn.outvars):
                 numbers += eqn.outvars
                 drawn |= {v: drawn.get(v, 0) + 1 for v in used}
         return numbers + [v for v, number in drawn.items() if number > 1]

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jex
 
 from jpipe.layers.constraint import constrain, constrain_p
@@ -20,20 +19,8 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelProgram:
-    """A program without plain calls.
-
-    Attributes:
-      constants: variable -> array.
-      inputs: variables.
-      equations: in the order of evaluation.
-      outputs: variables or literals.
-    """
-
-    constants: dict[Any, Any]
-    inputs: tuple[Any, ...]
-    equations: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+class ModelProgram(Equations):
+    """A program without plain calls."""
 
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr) -> "ModelProgram":
@@ -64,7 +51,7 @@ class ModelProgram:
 
         outputs = inline(closed.jaxpr, closed.consts, closed.jaxpr.invars)
         program = cls(constants, tuple(closed.jaxpr.invars), tuple(equations), tuple(outputs))
-        return program.slice(program.inputs, outputs, [eqn for eqn in equations if eqn.effects])
+        return program.part(program.inputs, outputs, [eqn for eqn in equations if eqn.effects])
 
     def __call__(self, *args: Any) -> list:
         """Evaluates the equations; also under a JAX transformation."""
@@ -80,8 +67,8 @@ class ModelProgram:
             env.update(zip(eqn.outvars, results))
         return [value_of(env, v) for v in self.outputs]
 
-    def slice(self, inputs: Sequence, outputs: Sequence, effects: Sequence = ()) -> "ModelProgram":
-        """The equations that compute variables from variables.
+    def part(self, inputs: Sequence, outputs: Sequence, effects: Sequence = ()) -> "ModelProgram":
+        """As `slice`, in time that grows with the part and not with the program.
 
         Args:
           inputs: variables.
@@ -116,22 +103,6 @@ class ModelProgram:
     def _index(self) -> dict[int, int]:
         return {id(eqn): i for i, eqn in enumerate(self.equations)}
 
-    def text(self) -> str:
-        """The program as text; equal texts are equal programs."""
-        return Equations(self.constants, self.inputs, self.equations, self.outputs).text()
-
-    def read(self) -> set:
-        """The variables that equations read, or that are outputs."""
-        return {v for eqn in self.equations for v in variables(eqn.invars)} | set(variables(self.outputs))
-
-    def depending_on(self, inputs: Iterable) -> set:
-        """The variables that cannot be computed without `inputs`, these included."""
-        dependent = set(inputs)
-        for eqn in self.equations:
-            if not dependent.isdisjoint(variables(eqn.invars)):
-                dependent.update(eqn.outvars)
-        return dependent
-
     def computed_from(self, inputs: Iterable, allowed: Callable[[Any], bool]) -> set:
         """The variables that follow from `inputs` and constants alone, by equations that are `allowed`."""
         known = {*inputs, *self.constants}
@@ -153,8 +124,3 @@ def has_product(eqn: Any) -> bool:
 def is_loop(eqn: Any) -> bool:
     """Whether an equation is a loop or a branch."""
     return eqn.primitive.name in ("scan", "while", "cond")
-
-
-def is_key(atom: Any) -> bool:
-    """Whether a variable stands for random keys."""
-    return jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key)

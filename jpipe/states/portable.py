@@ -18,7 +18,7 @@ from jpipe._util.warn import warn
 from jpipe.engine.state import STATE_ARRAYS, PipelineState, num_rounds
 from jpipe.engine.state_arrays import Adopted
 from jpipe.layers.layer import Layer
-from jpipe.layers.model_tree import is_whole, unflattened
+from jpipe.layers.model_tree import is_whole, picked
 from jpipe.layers.quick_jit import quick_options, shared_jit
 from jpipe.mesh import STAGE
 from jpipe.optim.identity import difference
@@ -102,8 +102,7 @@ def _cut_again(leaves: Leaves, layers: Sequence[Layer]) -> Leaves:
         assert array.leaves is not None
         name, like = array.leaves.name, array.leaves.like
         by_path = {p: leaf for tree in leaves.layers[name] for p, leaf in jax.tree.leaves_with_path(tree)}
-        paths = ([p for p, _ in jax.tree.leaves_with_path(like(layer)) if p in by_path] for layer in layers)
-        trees[name] = [unflattened((p, by_path[p]) for p in paths_here) for paths_here in paths]
+        trees[name] = [picked(like(layer), by_path) for layer in layers]
     state = {path: leaf for layer_state in leaves.optimizer_state for path, leaf in layer_state.items()}
     return leaves._replace(layers=trees, optimizer_state=[state] * len(layers))
 
