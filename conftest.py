@@ -87,9 +87,11 @@ def forget_executables():
 _PROGRAMS_KEPT = 500
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _forget_programs():
-    """Thousands of compiled programs slow every later test down, and are of little use to the next modules."""
+    """Thousands of compiled programs slow every later test down. Each takes dozens of the 65,530 areas of memory that
+    Linux gives a process, and without one XLA ends the process.
+    """
     yield
     if len(_executables) > _PROGRAMS_KEPT:
         _executables.clear()

@@ -385,7 +385,8 @@ def _split_layer(
     split = dataclasses.replace(
         layer,
         parameters=parameters,
-        optimizer_state=_like_parts(layer, parameters),
+        gradients=_like_parts(layer, layer.gradients, parameters),
+        optimizer_state=_like_parts(layer, layer.optimizer_state, parameters),
     )
     all_messages = share.backward_messages + share.weight_messages
     kept = split.parameter_bytes / max(layer.parameter_bytes, 1)
@@ -407,18 +408,20 @@ def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | Non
     return Seconds(*(share * quantile + more for quantile in quantiles))
 
 
-def _like_parts(layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The optimizer state. Every run of arrays of the weights' shapes is split like the weights."""
-    state = list(layer.optimizer_state)
+def _like_parts(
+    layer: LayerProfile, arrays: Sequence[jax.ShapeDtypeStruct], parameters: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """`arrays` on one device. Every run of arrays of the weights' shapes is split like the weights."""
+    parts = list(arrays)
     whole = [aval.shape for aval in layer.parameters]
     start = 0
-    while whole and start + len(whole) <= len(state):
-        run = state[start : start + len(whole)]
+    while whole and start + len(whole) <= len(parts):
+        run = parts[start : start + len(whole)]
         if [aval.shape for aval in run] == whole:
-            state[start : start + len(whole)] = [
+            parts[start : start + len(whole)] = [
                 jax.ShapeDtypeStruct(part.shape, aval.dtype) for part, aval in zip(parameters, run)
             ]
             start += len(whole)
         else:
             start += 1
-    return tuple(state)
+    return tuple(parts)
