@@ -33,6 +33,7 @@ _MODULE_OF = {
     "Linen": "jpipe.layers.layer",
     "LossScale": "jpipe.options.loss_scale",
     "Memory": "jpipe.costs",
+    "NNX": "jpipe.layers.layer",
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.engine.state",
     "Schedule": "jpipe.schedule",
@@ -46,6 +47,7 @@ _MODULE_OF = {
     "report_weights": "jpipe.layers.report",
     "save_params": "jpipe.checkpoints",
     "skip": "jpipe.layers.layer",
+    "stage_end": "jpipe.segments.forced",
 }
 
 __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from jpipe.engine.state import PipelineState as PipelineState
     from jpipe.engine.traffic import MessageRecord as MessageRecord
     from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
+    from jpipe.layers.layer import NNX as NNX
     from jpipe.layers.layer import Function as Function
     from jpipe.layers.layer import InitApply as InitApply
     from jpipe.layers.layer import Linen as Linen
@@ -82,6 +85,7 @@ if TYPE_CHECKING:
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule
+    from jpipe.segments.forced import stage_end as stage_end
     from jpipe.stages.offload import Offload as Offload
 
 

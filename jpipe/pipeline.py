@@ -26,11 +26,10 @@ from jpipe.engine.traffic import MessageRecord
 from jpipe.layers import model_tree
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules
+from jpipe.layers.call_arguments import as_given
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
-from jpipe.layers.loss import Loss
 from jpipe.layers.loss_check import cut_warning
-from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.mesh import make_mesh
@@ -80,7 +79,8 @@ class Pipeline:
         skip connections. Or a whole model: one module, factory, `jpipe.Linen` or `jpipe.InitApply`, which is
         cut into layers at the narrow places of its trace. Weights, masks and labels then have its paths.
       loss: `(outputs, batch) -> scalar`, the mean over the rows of one microbatch. `outputs` are
-        those of the last layer, `batch` has all entries of the same microbatch.
+        those of the last layer, `batch` has all entries of the same microbatch. None: a whole model returns its
+        loss.
       optimizer: any Optax chain that updates each layer independently. It sees a list with one
         entry per layer of the model, None for the layers of other stages: `[None, {...}, None]`.
         Masks and labels are functions of such a list. It gets the extra arguments `delay` and
@@ -213,7 +213,7 @@ class Pipeline:
         self,
         layers: Sequence,
         *,
-        loss: Callable[[Any, Any], jax.Array],
+        loss: Callable[[Any, Any], jax.Array] | None,
         optimizer: optax.GradientTransformation,
         schedule: Schedule,
         boundaries: Sequence[int] | str | None = None,
@@ -239,10 +239,11 @@ class Pipeline:
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
         checks.check_schedule(schedule)
-        checks.check_loss(loss)
+        if loss is not None or isinstance(layers, Sequence):
+            checks.check_loss(loss)
         checks.check_optimizer(optimizer)
         check_recompute(recompute)  # `Numbers` needs it too; here it is refused before layers are read
-        model = model_of(layers)
+        model = model_of(layers, loss=loss, boundaries=boundaries)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.has_aux = has_aux
         numbers = Numbers.checked(
@@ -258,7 +259,9 @@ class Pipeline:
         hooks = checks.check_hooks(forward=forward_params, backward=backward_params)
         self.ties = checks.check_ties(ties)
         self._boundaries = boundaries
-        starts = self._checked_boundaries(model.number) if model.number is not None else None
+        starts = None
+        if model.number is not None:
+            starts = check_boundaries(boundaries, model.number, schedule.num_stages)
         if mesh is None:
             mesh = make_mesh(stage=schedule.num_devices, ring=schedule.ring)
         self.mesh = checks.check_mesh(mesh, schedule)
@@ -282,7 +285,7 @@ class Pipeline:
             splits.check_whole_model()
         self._settings = Settings(
             model=model,
-            loss=Loss.of(loss, has_aux),
+            loss=model.loss(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
@@ -301,9 +304,6 @@ class Pipeline:
         self._traced: dict[tuple, TrainingTrace] = {}
         self._balanced: dict[tuple, list[int]] = {}
         self._programs: dict[tuple, Program] = {}
-
-    def _checked_boundaries(self, num_layers: int) -> list[int] | None:
-        return check_boundaries(self._boundaries, num_layers, self.schedule.num_stages)
 
     @property
     def num_replicas(self) -> int:
@@ -344,8 +344,12 @@ class Pipeline:
         if key not in self._traced:
             self._traced[key] = self._settings.trace(microbatch, key_impl)
         traced = self._traced[key]
-        # A whole model has a number of layers only now.
-        starts = self._starts or self._checked_boundaries(len(traced.layers)) or starts
+        if self._starts is None:  # a whole model has a number of layers only now
+            num_stages = self.schedule.num_stages
+            boundaries = self._settings.model.boundaries(self._boundaries, traced.layers, num_stages)
+            starts = check_boundaries(boundaries, len(traced.layers), num_stages) or starts
+        else:
+            starts = self._starts
         if starts is None:
             if key not in self._balanced:
                 balance = entry_points.load(f"boundaries by {self._balance}")
@@ -434,6 +438,7 @@ class Pipeline:
         """
         checks.check_not_traced("init", key, batch)
         checks.check_key(key)
+        model = self._settings.model
         agreement.check_arguments(self._settings, self._balance, key, batch)
         microbatch = self._settings.microbatch(batch)
         program = self._program_of(microbatch, jax.random.key_impl(key))
@@ -447,7 +452,7 @@ class Pipeline:
             checks.check_fit("mutable_state", mutable_state, stages.layers, "state")
         agreement.check_program(program, params=params, mutable_state=mutable_state)
         self._fix_cut(program)
-        self._warn_about_microbatches(program, self._settings.whole(batch))
+        self._warn_about_microbatches(program, self._settings.whole(model.batch(batch)))
         key = checks.placed_key(key)
         return portable.initial(program, key, params, mutable_state)
 
@@ -634,8 +639,8 @@ class Pipeline:
         microbatch = self._settings.microbatch(batch)
         if not same_shapes(microbatch, wanted):
             raise ValueError(
-                f"`state` was made for microbatches of {shapes_text(wanted)}, got a batch whose "
-                f"microbatches are {shapes_text(microbatch)}. Keep the shape of the batch, or "
+                f"`state` was made for microbatches of {shapes_text(as_given(wanted))}, got a batch whose "
+                f"microbatches are {shapes_text(as_given(microbatch))}. Keep the shape of the batch, or "
                 "go on with this one: `state = pipe.adopt(state, batch)`."
             )
         state = self._adopted(state)
@@ -725,12 +730,7 @@ class Pipeline:
         key = jax.random.key(0) if key is None else key
         checks.check_key(key)
         key = checks.placed_key(key)
-        plain = self._settings.model.plain_layers(stages.layers)
-        if plain is None:
-            return plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
-        state_tree = model_tree.joined(stages.layers, mutable, "state")
-        loss = plain_loss(plain, self._settings.loss, (), [state_tree], key)
-        return lambda params, batch: loss([params], batch)
+        return self._settings.model.plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
 
     # -- Costs
 

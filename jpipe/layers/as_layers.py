@@ -5,7 +5,7 @@ all become a `Layer`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import linen, nnx
@@ -19,7 +19,7 @@ from jpipe.layers.factories import (
 from jpipe.layers.flax_linen import from_linen
 from jpipe.layers.flax_nnx import NotAModuleError, abstract_parts, from_nnx
 from jpipe.layers.functions import from_function, from_pair
-from jpipe.layers.layer import Function, InitApply, Layer, Linen, Skip
+from jpipe.layers.layer import NNX, Function, InitApply, Layer, Linen, Skip
 from jpipe.layers.report import ReportWeights, with_reported_weights
 
 
@@ -76,7 +76,7 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
     places_of: dict[int, list[tuple[int, str]]] = {}
     variable_of: dict[int, nnx.Variable] = {}
     for i, layer in enumerate(layers):
-        while isinstance(layer, Skip | ReportWeights):
+        while isinstance(layer, Skip | ReportWeights | NNX):
             layer = layer.layer
         parts = nnx.iter_graph(layer) if isinstance(layer, nnx.Module) else ()
         for path, part in parts:
@@ -146,12 +146,19 @@ def as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
         layer = Linen(layer)
     if isinstance(layer, Linen):
         return from_linen(layer, index)
-    if isinstance(layer, nnx.Module):
-        return from_nnx(nnx.split(layer), None, index)
+    if not isinstance(layer, NNX):
+        if not isinstance(layer, nnx.Module) and not (callable(layer) and is_factory(layer)):
+            return _from_callable(layer, index, num_inputs)
+        layer = NNX(layer)
+    keywords = layer.train, layer.evaluate
+    if isinstance(layer.layer, nnx.Module):
+        return from_nnx(nnx.split(layer.layer), None, index, *keywords)
+    return _from_factory(layer.layer, index, *keywords)
+
+
+def _from_callable(layer: Any, index: int, num_inputs: int) -> Layer:
     if not callable(layer):
         raise ValueError(f"layer {index} {not_callable_problem(layer)}")
-    if is_factory(layer):
-        return _from_factory(layer, index)
     problem = function_problem(layer, num_inputs)
     if problem is not None:
         raise ValueError(f"layer {index}: {problem}")
@@ -161,7 +168,7 @@ def as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
     )
 
 
-def _from_factory(make: Callable[..., Any], index: int) -> Layer:
+def _from_factory(make: Callable[..., Any], index: int, *keywords: Mapping[str, Any]) -> Layer:
     problem = factory_problem(make)
     if problem is not None:
         raise ValueError(f"layer {index}: {problem}")
@@ -171,4 +178,4 @@ def _from_factory(make: Callable[..., Any], index: int) -> Layer:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:
         raise ValueError(f"layer {index} could not be built by `factory(rngs=...)`: {error}") from error
-    return from_nnx(parts, leaves, index)
+    return from_nnx(parts, leaves, index, *keywords)

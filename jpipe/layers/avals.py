@@ -34,6 +34,12 @@ def abstract(tree: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
+def shapes_key(tree: Any) -> tuple:
+    """The structure, shapes and dtypes of a tree of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((tuple(a.shape), np.dtype(a.dtype)) for a in leaves)
+
+
 def zeros(tree: Any) -> Any:
     """The pytree with an array of zeros for each abstract array."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

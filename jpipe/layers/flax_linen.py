@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract, zeros
 from jpipe.layers.batch_norm import recording
-from jpipe.layers.layer import Layer, Linen, call_with, check_leaves
+from jpipe.layers.call_arguments import call_with
+from jpipe.layers.layer import Layer, Linen, check_leaves
 
 
 def from_linen(layer: Linen, index: int) -> Layer:
@@ -34,7 +35,7 @@ def from_linen(layer: Linen, index: int) -> Layer:
         variables = {"params": parameters, **state}
         return call_with(functools.partial(module.apply, variables), args, rngs=rngs, **layer.evaluate)
 
-    unbound = Layer(name, None, {}, train, evaluate, call=module.__call__)
+    unbound = Layer(name, None, {}, train, evaluate, call=functools.partial(module.__call__, **layer.train))
     return dataclasses.replace(unbound, bind=lambda args: _bind(layer, unbound, args, index))
 
 

@@ -1,5 +1,6 @@
 """Layers given as Flax NNX modules, or as factories of them."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract
+from jpipe.layers.call_arguments import call_with
 from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.flow import Flow
-from jpipe.layers.layer import Layer, call_with, check_leaves
+from jpipe.layers.layer import Layer, check_leaves
 from jpipe.layers.report import collect
 from jpipe.layers.sameness import sameness
 
@@ -114,13 +116,20 @@ def _as_dicts(values: Any, role: str) -> Any:
     return unflatten_dict(chosen)
 
 
-def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: int) -> Layer:
+def from_nnx(
+    parts: Parts,
+    leaves: Callable[[jax.Array], list] | None,
+    index: int,
+    train_with: Mapping[str, Any],
+    evaluate_with: Mapping[str, Any],
+) -> Layer:
     """The `Layer` of an NNX module.
 
     Args:
       parts: the parts of the module; abstract ones if `leaves` is given.
       leaves: makes the leaves of the module's `nnx.State` from a random key; None: the module holds them.
       index: the layer's position, for messages.
+      train_with, evaluate_with: keyword arguments of the call.
     """
     module = nnx.merge(*parts)
     name = type(module).__name__
@@ -130,7 +139,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
         """The outputs of the module in training, and the module after the call."""
         module = variables.merge(parameters, state, key)
         _train_where_open(module)
-        return call_with(module, args), module
+        return call_with(module, args, **train_with), module
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
         outputs, module = called(parameters, state, key, args)
@@ -160,7 +169,7 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
         module = variables.merge(parameters, state, jax.random.key(0))
         module.eval()
-        return call_with(module, args)
+        return call_with(module, args, **evaluate_with)
 
     parameters, state = abstract(variables.by_role(variables.leaves))
     check_leaves(parameters, state, name, index)
@@ -173,8 +182,8 @@ def from_nnx(parts: Parts, leaves: Callable[[jax.Array], list] | None, index: in
         init=None if leaves is None else lambda key: variables.by_role(leaves(key)),
         given=jax.tree.map(np.asarray, variables.by_role(variables.leaves)) if leaves is None else None,
         specs=variables.specs(),
-        alike=sameness(variables.graph),
-        call=module.__call__ if callable(module) else None,
+        alike=sameness((variables.graph, dict(train_with), dict(evaluate_with))),
+        call=functools.partial(module.__call__, **train_with) if callable(module) else None,
         has_batch_norm=any(
             isinstance(part, nnx.BatchNorm) and not part.use_running_average for _, part in nnx.iter_graph(module)
         ),

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jpipe.layers.avals import abstract, zeros
-from jpipe.layers.layer import Function, InitApply, Layer, call_with, check_leaves
+from jpipe.layers.call_arguments import call_with
+from jpipe.layers.layer import Function, InitApply, Layer, check_leaves
 
 
 def from_function(layer: Function) -> Layer:

@@ -1,14 +1,12 @@
 """The forms in which a user gives a layer, and `Layer`, the form in which the library uses it."""
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen
+from flax import linen, nnx
 
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
@@ -108,6 +106,43 @@ class Linen:
         self.module = module
         self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
         self.rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
+
+
+@suggests
+class NNX:
+    """A Flax NNX module, or a factory of one, with further arguments of its call.
+
+    A module whose `__call__` takes only the activation, or entries of the batch, needs no `NNX` around it.
+
+    Args:
+      layer: the module, or a factory called as `factory(rngs=...)`.
+      train: keyword arguments of the call in training, such as `{"deterministic": False}`.
+      evaluate: keyword arguments of the call in evaluation.
+
+    Raises:
+      ValueError: if `layer` is neither.
+
+    Example:
+      >>> from flax import nnx
+      >>> layer = NNX(
+      ...     nnx.Dropout(0.1, rngs=nnx.Rngs(0)), train={"deterministic": False}, evaluate={"deterministic": True}
+      ... )
+    """
+
+    def __init__(
+        self,
+        layer: nnx.Module | Callable[..., Any],
+        *,
+        train: Mapping[str, Any] | None = None,
+        evaluate: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not (isinstance(layer, nnx.Module) or callable(layer)):
+            raise ValueError(
+                f"`jpipe.NNX` takes a Flax NNX module or a factory of one, got {type(layer).__name__}. Linen modules "
+                "are given as `jpipe.Linen`."
+            )
+        self.layer = layer
+        self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,51 +291,6 @@ class Layer:
                 f"{1 + len(self.stash)}, its outputs and the stashed tensors, got {got}."
             )
         return returned
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["positional", "keywords"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class CallArguments:
-    """The arguments of the call of a whole model, in the place of an activation.
-
-    Attributes:
-      positional: a tuple.
-      keywords: by name.
-    """
-
-    positional: tuple
-    keywords: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, call: Callable[..., Any] | None, inputs: Any) -> "CallArguments":
-        """The arguments among the inputs of a model.
-
-        A dict whose entries all have the names of arguments gives them by name. A tuple or a list gives as many as it
-        has, if the call takes so many. Anything else is one argument.
-
-        Args:
-          call: of the model, without `self` and parameters; None: it takes one argument.
-          inputs: a pytree.
-        """
-        try:
-            signature = inspect.signature(call) if call is not None else None
-        except (TypeError, ValueError):
-            signature = None
-        if signature is None:
-            return cls((inputs,), {})
-        if isinstance(inputs, Mapping) and inputs and set(inputs) <= set(signature.parameters):
-            return cls((), dict(inputs))
-        kinds = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if type(inputs) in (tuple, list) and 1 < len(inputs) <= len(kinds):
-            return cls(tuple(inputs), {})
-        return cls((inputs,), {})
-
-
-def call_with(function: Callable[..., Any], args: tuple, **keywords: Any) -> Any:
-    """Calls a function for the arguments of a `Layer`."""
-    if len(args) == 1 and isinstance(args[0], CallArguments):
-        return function(*args[0].positional, **args[0].keywords, **keywords)
-    return function(*args, **keywords)
 
 
 def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]) -> Any:

@@ -27,6 +27,7 @@ import numpy as np
 
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
+from jpipe.layers.call_arguments import as_given
 from jpipe.layers.equations import Equations
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.reported_terms import split_terms
@@ -116,6 +117,11 @@ class Loss:
         names = {p.name for p in parameters if p.kind in keywords}
         return cls(function, has_aux, tuple(n for n in OPTIONAL_ARGUMENTS if n in names))
 
+    @property
+    def in_evaluation(self) -> "Loss":
+        """The loss of a model in evaluation."""
+        return self
+
     def __call__(
         self,
         outputs: Any,
@@ -124,7 +130,7 @@ class Loss:
         key: jax.Array | None = None,
     ) -> LossValue:
         values = {"reported": dict(reported or {}), "key": key}
-        result = self.function(from_numbers(outputs), batch, **{name: values[name] for name in self.asks})
+        result = self.function(from_numbers(outputs), as_given(batch), **{name: values[name] for name in self.asks})
         if self.has_aux:
             if not (isinstance(result, tuple) and len(result) == 2):
                 raise LossError(
@@ -228,8 +234,8 @@ def trace_loss(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch
         raise
     except Exception as error:
         raise ValueError(
-            f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of {shapes_text(microbatch)}: "
-            f"{type(error).__name__}: {error}"
+            f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of "
+            f"{shapes_text(as_given(microbatch))}: {type(error).__name__}: {error}"
         ) from error
     _check_result(loss, result)
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jpipe._processes.sharing import check_processes
 from jpipe._util.foreign import shown
 from jpipe.layers.avals import is_inexact, is_key
+from jpipe.layers.call_arguments import as_given
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
@@ -132,7 +133,7 @@ def batch_size(batch: Any) -> int:
     if not jax.tree.leaves(batch["inputs"]):
         raise ValueError(f'`batch["inputs"]` must hold an array, which feeds layer 0, got {shown(batch["inputs"])}.')
     sizes = {}
-    for path, leaf in jax.tree.leaves_with_path(dict(batch)):
+    for path, leaf in jax.tree.leaves_with_path(dict(as_given(batch))):
         name = f"batch{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") or len(getattr(leaf, "shape", ())) == 0:
             is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)

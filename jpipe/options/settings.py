@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
+from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
@@ -29,6 +29,7 @@ from jpipe.options.numbers import Numbers
 from jpipe.options.splits import Splits
 from jpipe.schedule import Schedule
 from jpipe.segments import Model
+from jpipe.segments.trace import Tracing
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.extra_args import read_delays, rereads_weights
@@ -124,6 +125,7 @@ class Settings:
           ValueError: if the minibatch cannot be cut into equal microbatches.
         """
         N = num_microbatches or self.schedule.num_microbatches
+        batch = self.model.batch(batch)
         if not whole:
             batch = self.whole(batch)
         size, replicas = batch_size(batch), self.num_replicas
@@ -192,14 +194,8 @@ class Settings:
             return trace_evaluation(layers, microbatch, **options)
 
     def _layers(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> Sequence[Layer]:
-        options = dict(
-            compute_dtype=self.numbers.compute_dtype,
-            key_impl=key_impl,
-            automatic=self.automatic_mesh,
-            axis_rules=self.splits.axis_rules,
-            num_stages=self.schedule.num_stages,
-        )
-        return self.model.layers(microbatch["inputs"], like=like, **options)
+        tracing = Tracing(self.numbers.compute_dtype, key_impl, self.automatic_mesh, self.splits.axis_rules)
+        return self.model.layers(microbatch, tracing, num_stages=self.schedule.num_stages, like=like)
 
     def _trace_options(self, key_impl: Any, splits: Sequence[LayerSplit]) -> dict[str, Any]:
         accumulate = self.communication.accumulate_gradients
@@ -277,9 +273,3 @@ def abstract(a: Any) -> jax.ShapeDtypeStruct:
 def same_shapes(a: Any, b: Any) -> bool:
     """Returns whether two trees of arrays have the same structure, shapes and dtypes."""
     return shapes_key(a) == shapes_key(b)
-
-
-def shapes_key(tree: Any) -> tuple:
-    """The structure, shapes and dtypes of a tree of arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((tuple(a.shape), np.dtype(a.dtype)) for a in leaves)

@@ -62,7 +62,7 @@ def profile_pipeline(
 
     if settings.rows is not None and jax.process_index() > 0:
         return Profile.from_json(json.loads(from_first(None)), "process 0")
-    rows = jax.tree.map(first_rows, dict(batch), microbatch)
+    rows = jax.tree.map(first_rows, dict(settings.model.batch(batch)), microbatch)
     options = _options(settings, traced)
     if devices is not None:
         options["devices"] = devices

@@ -26,14 +26,14 @@ from jpipe.engine.engine import in_all_versions, run_training
 from jpipe.engine.layout import batch_spec
 from jpipe.engine.state import PipelineState, arrays_with_versions
 from jpipe.engine.training import TrainingPass
-from jpipe.layers.avals import check_nans
+from jpipe.layers.avals import check_nans, shapes_key
 from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
-from jpipe.options.settings import Settings, shapes_key
+from jpipe.options.settings import Settings
 from jpipe.program.batches import Batches
 from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
@@ -263,7 +263,7 @@ class Program:
         devices = self.settings.mesh.devices
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
-            batch = self.batches.place(dict(batch))
+            batch = self.batches.place(dict(self.settings.model.batch(batch)))
             outputs = call_bounded(self._step, devices, state.arrays(), batch, self._rows)
         self._stepped = True
         return self._restore(state, *outputs)

@@ -17,12 +17,13 @@ from jpipe.engine.spec import ForwardPass
 from jpipe.engine.state import PipelineState
 from jpipe.engine.state_arrays import BUFFERS
 from jpipe.engine.training import TrainingPass
-from jpipe.layers.avals import shapes_text
+from jpipe.layers.avals import shapes_key, shapes_text
+from jpipe.layers.call_arguments import as_given
 from jpipe.layers.equations import off_mesh
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import TrainingTrace
 from jpipe.options.checks import batch_size
-from jpipe.options.settings import Settings, shapes_key
+from jpipe.options.settings import Settings
 from jpipe.program.batches import Batches
 from jpipe.schedules import forward_only
 
@@ -63,6 +64,7 @@ class Predictor:
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
+        batch = self.settings.model.batch(batch)
         if isinstance(batch, Mapping):
             batch = {name: a for name, a in batch.items() if name == "inputs"}
         rows, mesh = self.settings.rows, self.settings.mesh
@@ -76,7 +78,7 @@ class Predictor:
 
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights on all rows of the batch together."""
-        rows = self.settings.rows
+        rows, batch = self.settings.rows, self.settings.model.batch(batch)
         given_whole = any(map(is_global, jax.tree.leaves(batch)))
         if rows is not None and (rows.apart or given_whole):
             _, batch, positions = self._batches.padded(batch)
@@ -120,12 +122,12 @@ class Predictor:
         reported = {n: jnp.zeros((), a.dtype) for n, a in self._traced.reported.items()}
         key = self._training.counters(arrays)["key"][0]
         try:
-            mean = off_mesh(lambda *args: self.settings.loss.terms(*args).mean())
+            mean = off_mesh(lambda *args: self.settings.loss.in_evaluation.terms(*args).mean())
             loss, aux = mean(outputs, batch, reported, key)
         except Exception as error:
             raise ValueError(
                 f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
-                f"{shapes_text(batch)}: {type(error).__name__}: {error}"
+                f"{shapes_text(as_given(batch))}: {type(error).__name__}: {error}"
             ) from error
         result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
         return result, call

@@ -7,18 +7,24 @@
 
 import abc
 import contextlib
-import dataclasses
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
-from jpipe.layers.avals import shapes_text
-from jpipe.layers.layer import CallArguments, InitApply, Layer, Linen
-from jpipe.segments.layers import CutError, layers_of_model, shared_parameters
+from jpipe.layers.avals import shapes_key, shapes_text
+from jpipe.layers.call_arguments import CallSignature
+from jpipe.layers.layer import NNX, InitApply, Layer, Linen
+from jpipe.layers.loss import Loss
+from jpipe.layers.model_tree import joined
+from jpipe.layers.plain_loss import plain_loss
+from jpipe.segments.forced import ForcedPlaces
+from jpipe.segments.layers import layers_of_model, shared_parameters
+from jpipe.segments.model_loss import ModelLoss
+from jpipe.segments.places import CutError
+from jpipe.segments.trace import Tracing
 
 Tie = Sequence[tuple[int, str]]
 """`(layer, "dotted.path")` pairs of one parameter."""
@@ -31,22 +37,37 @@ class Model(abc.ABC):
     """Of layers; None if it follows from the shapes of a batch."""
 
     @abc.abstractmethod
-    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+    def layers(self, batch: Any, tracing: Tracing, *, num_stages: int, like: Sequence[Layer] = ()) -> Sequence[Layer]:
         """The layers.
 
         Args:
-          inputs: abstract, of one microbatch.
+          batch: an abstract microbatch, of `Model.batch`.
+          tracing: how a whole model is traced.
+          num_stages: S.
           like: the layers for another shape, whose cut they have.
-          **options: of `jpipe.segments.layers.layers_of_model`.
         """
 
     @abc.abstractmethod
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """The parameters that several layers share."""
 
-    def plain_layers(self, layers: Sequence[Layer]) -> Sequence[Layer] | None:
-        """The model as one layer, which runs on batches of any size; None: `layers` do."""
-        return None
+    def boundaries(self, boundaries: Any, layers: Sequence[Layer], num_stages: int) -> Any:
+        """The `boundaries` of a pipeline as numbers of layers, as far as they are named."""
+        return boundaries
+
+    def batch(self, batch: Any) -> Any:
+        """A user's batch with what the first layer takes as its entry "inputs"."""
+        return batch
+
+    def loss(self, loss: Any, has_aux: bool) -> Loss:
+        """The loss of the last layer's outputs."""
+        return Loss.of(loss, has_aux)
+
+    def plain_loss(
+        self, layers: Sequence[Layer], loss: Loss, ties: Sequence, state: Sequence, key: jax.Array
+    ) -> Callable[[Any, Any], jax.Array]:
+        """`(params, batch) -> loss` on one device, see `jpipe.layers.plain_loss`."""
+        return plain_loss(layers, loss, ties, state, key)
 
 
 class LayerList(Model):
@@ -60,7 +81,7 @@ class LayerList(Model):
         self._layers, self._ties = as_layers(layers), shared_weights(layers)
         self.number = len(self._layers)
 
-    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+    def layers(self, batch: Any, tracing: Tracing, *, num_stages: int, like: Sequence[Layer] = ()) -> Sequence[Layer]:
         """See `Model`."""
         return self._layers
 
@@ -76,28 +97,49 @@ class WholeModel(Model):
     """A model as one module, factory or pair of functions.
 
     Args:
-      model: an NNX module, a factory of one, a Linen module, `jpipe.Linen` or `jpipe.InitApply`.
+      model: an NNX module, a factory of one, a Linen module, `jpipe.NNX`, `jpipe.Linen` or `jpipe.InitApply`.
+      returns_loss: whether it returns its loss.
+      modules: paths of modules with which stages begin.
     """
 
     number = None
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, returns_loss: bool, modules: Sequence[str]):
         with _named_as_a_model():
             self._model = as_layer(model, 0)
+        self._signature = CallSignature(self._model.call, self._model.name, returns_loss)
+        self._forced = ForcedPlaces(modules)
+        self._loss: ModelLoss | None = None
         self._cut: dict[tuple, Sequence[Layer]] = {}
 
-    def layers(self, inputs: Any, *, like: Sequence[Layer] = (), **options: Any) -> Sequence[Layer]:
+    def boundaries(self, boundaries: Any, layers: Sequence[Layer], num_stages: int) -> Any:
+        """See `Model`."""
+        return self._forced.boundaries(boundaries, layers, num_stages)
+
+    def batch(self, batch: Any) -> Any:
+        """See `Model`."""
+        return self._signature.with_arguments(batch)
+
+    def layers(self, batch: Any, tracing: Tracing, *, num_stages: int, like: Sequence[Layer] = ()) -> Sequence[Layer]:
         """See `Model`."""
         marks = tuple(layer.options.segment for layer in like) or None
-        leaves, tree = jax.tree.flatten(inputs)
-        key = tree, tuple((a.shape, a.dtype) for a in leaves), marks, tuple(map(str, options.values()))
+        args = (batch["inputs"],)
+        key = *shapes_key(args), marks, str(tracing), num_stages
         if key not in self._cut:
-            layers = self._layers(inputs, marks, **options)
-            num_stages = options.get("num_stages", 1)
+            with self._explained(args):
+                layers = layers_of_model(
+                    self._bound(args),
+                    args,
+                    tracing,
+                    num_stages=num_stages,
+                    forced=self._forced,
+                    marks=marks,
+                    loss=self._loss,
+                )
             if len(layers) < num_stages:
                 names = " | ".join(layer.name for layer in layers)
                 where = f"only into {len(layers)} segments: {names}" if len(layers) > 1 else "at no place"
-                raise ValueError(
+                raise CutError(
                     f"the model ({self._model.name}) can be cut {where}, and the schedule has {num_stages} stages. "
                     "Places are between products, where no more values cross than before and after a block. Use fewer "
                     "stages, or give the model as a list of layers."
@@ -105,35 +147,47 @@ class WholeModel(Model):
             self._cut[key] = layers
         return self._cut[key]
 
-    def _layers(self, inputs: Any, marks: Sequence | None, **options: Any) -> Sequence[Layer]:
-        args = (CallArguments.of(self._model.call, inputs),)
+    def _bound(self, args: tuple) -> Layer:
         with _named_as_a_model():
-            model = self._model.bound(args)
+            return self._model.bound(args)
+
+    @contextlib.contextmanager
+    def _explained(self, args: tuple) -> Iterator[None]:
+        """Errors of the model name it, and what it was given."""
         try:
-            return layers_of_model(model, args, marks=marks, **options)
+            yield
         except CutError:
             raise
         except Exception as error:
-            message = f"the model ({model.name}) cannot take {shapes_text(inputs)}: {str(error).rstrip('.')}."
-            if isinstance(inputs, Mapping) and model.call is not None:
-                message += f" Its arguments are {inspect.signature(model.call)}: a dict of inputs gives them by name."
+            given = args[0].given()
+            inputs = given["inputs"] if set(given) == {"inputs"} else given
+            message = f"the model ({self._model.name}) cannot take {shapes_text(inputs)}: {str(error).rstrip('.')}."
+            if isinstance(inputs, Mapping):
+                message += f" Its arguments are {self._signature}."
             raise ValueError(message) from error
 
     def ties(self, layers: Sequence[Layer]) -> Sequence[Tie]:
         """See `Model`."""
         return shared_parameters(layers)
 
+    def loss(self, loss: Callable[..., Any] | None, has_aux: bool) -> Loss:
+        """See `Model`."""
+        if loss is not None:
+            return super().loss(loss, has_aux)
+        self._loss = ModelLoss(self._bound, self.batch, has_aux)
+        return self._loss.loss
+
+    def plain_loss(
+        self, layers: Sequence[Layer], loss: Loss, ties: Sequence, state: Sequence, key: jax.Array
+    ) -> Callable[[Any, Any], jax.Array]:
+        """See `Model`."""
+        if self._loss is not None:
+            loss = Loss.of(lambda outputs, batch: outputs, loss.has_aux)
+        function = plain_loss([self._model], loss, (), [joined(layers, state, "state")], key)
+        return lambda params, batch: function([params], self.batch(batch))
+
     def __str__(self) -> str:
         return f"the model {self._model.name}"
-
-    def plain_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """See `Model`."""
-        model = self._model
-
-        def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
-            return model.train(parameters, state, key, (CallArguments.of(model.call, *args),))
-
-        return [dataclasses.replace(model, train=train)]
 
 
 @contextlib.contextmanager
@@ -145,8 +199,10 @@ def _named_as_a_model() -> Iterator[None]:
         raise ValueError(str(error).replace("layer 0", "the model", 1)) from error
 
 
-def model_of(layers: Any) -> Model:
-    """What a user gives as `layers` of `Pipeline`."""
-    if isinstance(layers, nnx.Module | linen.Module | Linen | InitApply) or callable(layers):
-        return WholeModel(layers)
+def model_of(layers: Any, *, loss: Any, boundaries: Any) -> Model:
+    """What a user gives as `layers` of `Pipeline`, with `loss` and `boundaries`."""
+    if isinstance(layers, nnx.Module | linen.Module | NNX | Linen | InitApply) or callable(layers):
+        is_list = isinstance(boundaries, list | tuple)
+        modules = boundaries if is_list and boundaries and all(isinstance(b, str) for b in boundaries) else ()
+        return WholeModel(layers, returns_loss=loss is None, modules=modules)
     return LayerList(layers)

@@ -1,116 +1,64 @@
 """Cuts a layer that is a whole model into the layers of a pipeline."""
 
 import bisect
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jpipe.layers.avals import cast, shapes_text
-from jpipe.layers.axis_rules import AxisRules, constraints_on
-from jpipe.layers.batch_norm import recording
+from jpipe.layers.avals import shapes_text
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, unflattened
-from jpipe.layers.report import collect, report
-from jpipe.segments.places import CutPlace, DataFlow, Roles, narrow
-from jpipe.segments.program import ModelProgram
-
-
-class CutError(ValueError):
-    """A model cannot be cut as it should be."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Trace:
-    """A traced model.
-
-    Attributes:
-      flow: of its equations.
-      results: the structure of `(outputs, what it reports to the loss)`.
-    """
-
-    flow: DataFlow
-    results: Any
-
-    @classmethod
-    def training(cls, model: Layer, args: tuple, compute_dtype: Any, key_impl: Any) -> "_Trace":
-        """The model in training."""
-
-        def run(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple:
-            with collect() as reported:
-                outputs, state = model.train(*cast((parameters,), compute_dtype), state, key, cast(args, compute_dtype))
-            return outputs, state, dict(reported)
-
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
-        return cls._of(run, model, (key,), args)
-
-    @classmethod
-    def evaluation(cls, model: Layer, args: tuple, compute_dtype: Any) -> "_Trace":
-        """The model in evaluation."""
-
-        def run(parameters: Any, state: Any, args: tuple) -> tuple:
-            return model.evaluate(*cast((parameters,), compute_dtype), state, cast(args, compute_dtype)), {}, {}
-
-        return cls._of(run, model, (), args)
-
-    @classmethod
-    def _of(cls, run: Callable[..., tuple], model: Layer, keys: tuple, args: tuple) -> "_Trace":
-        with recording():
-            closed, shapes = jax.make_jaxpr(run, return_shape=True)(model.parameters, model.state, *keys, args)
-        program = ModelProgram.of(closed)
-        outputs, state, reported = jax.tree.structure(shapes).unflatten(program.outputs)
-        results, structure = jax.tree.flatten((outputs, reported))
-        lengths = [len(jax.tree.leaves(tree)) for tree in (model.parameters, model.state, keys)]
-        inputs = iter(program.inputs)
-        groups = [tuple(itertools.islice(inputs, n)) for n in lengths]
-        parameters, state_before, keys_read = groups
-        roles = Roles(parameters, state_before, keys_read, tuple(inputs), tuple(results), tuple(jax.tree.leaves(state)))
-        return cls(DataFlow(program, roles), structure)
+from jpipe.layers.report import report
+from jpipe.segments.forced import ForcedPlaces
+from jpipe.segments.model_loss import ModelLoss
+from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
+from jpipe.segments.trace import Trace, Tracing
 
 
 def layers_of_model(
     model: Layer,
     args: tuple,
+    tracing: Tracing,
     *,
-    compute_dtype: Any = None,
-    key_impl: Any = None,
-    automatic: Mesh | None = None,
-    axis_rules: AxisRules = (),
-    num_stages: int = 1,
+    num_stages: int,
+    forced: ForcedPlaces,
     marks: Sequence | None = None,
+    loss: ModelLoss | None = None,
 ) -> list[Layer]:
     """Cuts a model at its narrow places.
 
     Args:
       model: a whole model, bound to `args`.
       args: the abstract arguments of its call, of one microbatch.
-      compute_dtype: as of `Pipeline`.
-      key_impl: implementation of random keys.
-      automatic: the mesh of the axes that are left to the compiler; None if there are none.
-      axis_rules: from logical names to its axes.
+      tracing: how it is traced.
       num_stages: S. Segments that repeat in turns, such as the halves of a block, become one if S segments are left.
+      forced: the places that the user names.
       marks: of the places, as the layers of the model for another shape have them; None: all narrow places.
+      loss: gets the end of a model that returns its loss; None: the model returns outputs.
 
     Returns:
       One `Layer` per segment. What crosses a place is the activation: an array, or a tuple of them. The parameters
       and the state of a segment have the paths that they have in the model. A parameter that several segments read is
       in each of them.
     """
-    with constraints_on(automatic, axis_rules):
-        trained = _Trace.training(model, args, compute_dtype, key_impl)
-        evaluated = _Trace.evaluation(model, args, compute_dtype)
-    matched = _matched(trained, evaluated)
-    there = {here.mark: place for pairs in matched for here, place in pairs}
+    trained, evaluated = tracing.training(model, args), tracing.evaluation(model, args)
+    if loss is not None:
+        trained, evaluated = loss.heads(tracing, args, trained, evaluated)
+    leaves = _ModelLeaves.of(model)
+    named = _named_places(forced, leaves, trained, evaluated)
+    matched = _matched(trained.flow.places, evaluated.flow.places)
+    there = {here.mark: place for pairs in (*matched, named) for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
+    fixed = [place for place, _ in named]
     if marks is None:
-        places = _alike(trained, narrow(here, num_stages - 1), num_stages)
+        places = _chosen(trained, here, fixed, num_stages)
     else:
-        places = [place for equal in here for place in equal if place.mark in marks]
+        places = _merged([place for equal in here for place in equal if place.mark in marks], fixed)
     while True:
         places_there = [there[place.mark] for place in places]
         owners = _owners_of_state(trained.flow, places)
@@ -127,7 +75,6 @@ def layers_of_model(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
-    leaves = _ModelLeaves.of(model)
     ends = [*(place.mark for place in places), ()]
     read = {i for part, there_too in parts for i in (*part.parameters, *there_too.parameters)}
     # What the model never reads has no gradient, and a weight decay all the same.
@@ -147,16 +94,52 @@ def _inside_of_writes(
     return inside
 
 
-def _matched(trained: _Trace, evaluated: _Trace) -> list[tuple[tuple[CutPlace, CutPlace], ...]]:
+def _matched(
+    here: Sequence[tuple[CutPlace, ...]], there: Sequence[tuple[CutPlace, ...]]
+) -> list[tuple[tuple[CutPlace, CutPlace], ...]]:
     """The places in training, each with the same place in evaluation; of equal ones all."""
-    there = {place.mark: place for places in evaluated.flow.places for place in places}
-    matched = [
-        tuple((place, there[place.mark]) for place in places if place.mark in there) for places in trained.flow.places
-    ]
+    marked = {place.mark: place for places in there for place in places}
+    matched = [tuple((place, marked[place.mark]) for place in places if place.mark in marked) for places in here]
     return [pairs for pairs in matched if pairs]
 
 
-def _alike(trace: _Trace, places: Sequence[tuple[CutPlace, ...]], num_stages: int) -> list[CutPlace]:
+def _named_places(
+    forced: ForcedPlaces, leaves: "_ModelLeaves", trained: Trace, evaluated: Trace
+) -> list[tuple[CutPlace, CutPlace]]:
+    """The places that the user names, in training and in evaluation."""
+    paths = [path_text(path) for path in leaves.paths[0]]
+    here, there = (forced.places(trace.flow, paths) for trace in (trained, evaluated))
+    pairs = [pair for pairs in _matched([(place,) for place in here], [(place,) for place in there]) for pair in pairs]
+    if len(pairs) < len(here):
+        raise CutError(
+            f"the model has {len(here)} places that are marked by `jpipe.stage_end` or named by `boundaries` in "
+            f"training, and {len(there)} in evaluation. Mark the same places in both."
+        )
+    return pairs
+
+
+def _merged(places: Sequence[CutPlace], fixed: Sequence[CutPlace]) -> list[CutPlace]:
+    """All places in order, with one at each position."""
+    at = {place.position: place for place in (*places, *fixed)}
+    return [at[position] for position in sorted(at)]
+
+
+def _chosen(
+    trace: Trace, places: Sequence[tuple[CutPlace, ...]], fixed: Sequence[CutPlace], num_stages: int
+) -> list[CutPlace]:
+    """The places at which the model is cut: the fixed ones, and narrow ones between them."""
+    marks = [place for place in fixed if place.mark[0] == "stage_end"]
+    if len(marks) >= num_stages:
+        return list(fixed)  # the user says where stages may end
+    steps = trace.flow.steps
+    taken = {bisect.bisect_left(steps, place.position) for place in fixed}
+    narrow_places = narrow(places, num_stages - 1 - len(fixed))
+    others = [equal for equal in narrow_places if bisect.bisect_left(steps, equal[0].position) not in taken]
+    candidates = sorted([*others, *((place,) for place in fixed)], key=lambda equal: equal[0].position)
+    return _merged(_alike(trace, candidates, num_stages), fixed)
+
+
+def _alike(trace: Trace, places: Sequence[tuple[CutPlace, ...]], num_stages: int) -> list[CutPlace]:
     """Chooses among equal places so that segments are alike."""
     chosen = [first for first, *_ in places]
 
@@ -240,7 +223,7 @@ class _SegmentProgram:
       written: number of a leaf of the state that it moves -> its new value.
     """
 
-    def __init__(self, trace: _Trace, places: Sequence[CutPlace], k: int, owners: Sequence[int]):
+    def __init__(self, trace: Trace, places: Sequence[CutPlace], k: int, owners: Sequence[int]):
         roles, equations = trace.flow.roles, trace.flow.program.equations
         self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
         self._data = roles.data if k == 0 else places[k - 1].crossing
@@ -368,6 +351,11 @@ def _segment(
     )
 
 
+def path_text(path: Path) -> str:
+    """The dotted path of a leaf."""
+    return ".".join(str(key.key) for key in path)
+
+
 def _name(paths: Sequence[Path]) -> str:
     """Names the modules that have parameters: "blocks.3", or "embed, positions"."""
     modules = [tuple(str(key.key) for key in path[:-1] or path) for path in paths]
@@ -384,5 +372,5 @@ def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:
     places: dict[Path, list[tuple[int, str]]] = {}
     for i, layer in enumerate(layers):
         for path, _ in jax.tree.leaves_with_path(layer.parameters):
-            places.setdefault(path, []).append((i, ".".join(str(key.key) for key in path)))
+            places.setdefault(path, []).append((i, path_text(path)))
     return [copies for copies in places.values() if len(copies) > 1]

@@ -20,6 +20,10 @@ from jpipe.layers.equations import variables
 from jpipe.segments.program import ModelProgram, has_product, is_loop
 
 
+class CutError(ValueError):
+    """A model cannot be cut as it should be."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Roles:
     """The inputs of a traced model by their meaning; variables.
@@ -50,7 +54,8 @@ class CutPlace:
       values: variables that cross, computed before it.
       inputs: inputs of the model that cross.
       mark: the number of the step before it, of the equal place after this step, and of parameters that are read
-        before it. Traces of one model in training and in evaluation have equal marks at equal places.
+        before it; or the name of a forced place. Traces of one model in training and in evaluation have equal marks
+        at equal places.
     """
 
     position: int
@@ -122,23 +127,30 @@ class DataFlow:
         What follows a product element by element is computed beside it at the last, and beside the next product at the
         first.
         """
-        crossing = self._crossing()
+        crossing = self._crossing
         places = []
         for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
             candidates = range(first + 1, stop + 1)
             width = min(_width(crossing[i]) for i in candidates)
             narrowest = [i for i in candidates if _width(crossing[i]) == width]
             ends = dict.fromkeys((narrowest[-1], narrowest[0]))
-            places.append(tuple(self._place(i, crossing[i], (number, n)) for n, i in enumerate(ends)))
+            places.append(tuple(self._place(i, (number, n)) for n, i in enumerate(ends)))
         return places
 
-    def _place(self, position: int, crossing: tuple[tuple, tuple], number: tuple) -> CutPlace:
-        values, inputs = crossing
-        return CutPlace(position, values, inputs, (*number, bisect.bisect_left(self._first_reads, position)))
+    def place_at(self, position: int, mark: tuple) -> CutPlace:
+        """The place after some equations."""
+        return CutPlace(position, *self._crossing[position], mark)
+
+    def _place(self, position: int, number: tuple) -> CutPlace:
+        return self.place_at(position, (*number, bisect.bisect_left(self._sorted_reads, position)))
 
     @functools.cached_property
-    def _first_reads(self) -> list[int]:
-        """For each parameter that is read the first equation on data that reads it, or what follows from it; sorted."""
+    def _sorted_reads(self) -> list[int]:
+        return sorted(self.first_reads.values())
+
+    @functools.cached_property
+    def first_reads(self) -> dict[Any, int]:
+        """Parameter that is read -> the first equation on data that reads it, or what follows from it."""
         sources: dict[Any, set] = {v: {v} for v in self.roles.parameters}
         first: dict[Any, int] = {}
         for i, eqn in enumerate(self.program.equations):
@@ -148,8 +160,9 @@ class DataFlow:
                     first.setdefault(v, i)
             else:
                 sources |= {v: read for v in eqn.outvars}
-        return sorted(first.values())
+        return first
 
+    @functools.cached_property
     def _crossing(self) -> list[tuple[tuple, tuple]]:
         """For each position the values and the inputs that cross there."""
         equations, end = self.program.equations, len(self.program.equations)

@@ -266,7 +266,8 @@ def check_boundaries(boundaries: Sequence[int] | str | None, num_layers: int, nu
     if not are_indices or not all(hasattr(b, "__index__") for b in indices):
         raise ValueError(
             f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to "
-            f"balance by that, or None to balance by FLOPs, got {shown(indices or boundaries)}."
+            f"balance by that, or None to balance by FLOPs, got {shown(indices or boundaries)}. A whole model also "
+            'takes paths of modules, such as ["blocks.4"].'
         )
     starts = [0, *map(int, indices), num_layers]
     if len(starts) != num_stages + 1:

@@ -43,7 +43,7 @@ def check_arguments(settings: Settings, balance: str, key: jax.Array, batch: Any
     """
     if settings.rows is None:
         return
-    batch_size(batch)
+    batch_size(settings.model.batch(batch))
     schedule, mesh = settings.schedule, settings.mesh
     facts = {"the version of jpipe": jpipe.__version__}
     facts |= {f"the version of {p}": importlib.metadata.version(p) for p in _PACKAGES}

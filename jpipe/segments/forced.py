@@ -1,0 +1,106 @@
+"""Places that the user names: markers in the model, and modules with which a stage begins."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from jax.ad_checkpoint import checkpoint_name
+
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import did_you_mean
+from jpipe.layers.layer import Layer
+from jpipe.segments.places import CutError, CutPlace, DataFlow
+
+T = TypeVar("T")
+
+_NAME = "jpipe.stage_end"
+
+
+def stage_end(x: T) -> T:
+    """Marks the end of a stage in a whole model; returns `x`.
+
+    With as many marks as the schedule has stages, less one, every stage but the last ends at a mark. With more, the
+    pipeline chooses among the marks. Outside of a pipeline it does nothing.
+
+    Args:
+      x: a pytree of arrays, such as the activation.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> float(stage_end(jnp.float32(2)))
+      2.0
+    """
+    return checkpoint_name(x, _NAME)
+
+
+class ForcedPlaces:
+    """The places of a model that its user names.
+
+    Args:
+      modules: paths of modules, such as "blocks.4": there is a place before the first equation that reads their
+        weights.
+    """
+
+    def __init__(self, modules: Sequence[str]):
+        self._modules = modules
+
+    def places(self, flow: DataFlow, paths: Sequence[str]) -> list[CutPlace]:
+        """The places in a traced model, in order.
+
+        Args:
+          flow: of the traced model.
+          paths: dotted path of each parameter.
+
+        Raises:
+          ValueError: if no weights of a module are read.
+        """
+        marks = [i for i, eqn in enumerate(flow.program.equations) if eqn.params.get("name") == _NAME]
+        # A marked tree has an equation for each of its arrays.
+        ends = [i for i, after in itertools.pairwise([*marks, -1]) if after != i + 1]
+        positions: dict[tuple, int] = {("stage_end", n): i + 1 for n, i in enumerate(ends)}
+        for module in self._modules:
+            inside = [
+                v
+                for v, path in zip(flow.roles.parameters, paths, strict=True)
+                if f"{path}.".startswith(f"{module}.") and v in flow.first_reads
+            ]
+            if not inside:
+                parts = [path.split(".")[:-1] for path in paths]
+                known = dict.fromkeys(".".join(p[:n]) for p in parts for n in range(1, len(p) + 1))
+                raise CutError(
+                    f"`boundaries` names {shown(module)}, and the model reads no weights of such a module."
+                    f"{did_you_mean(module, known)} It has {', '.join(dict.fromkeys(p[0] for p in parts if p))}."
+                )
+            positions["module", module] = first = min(flow.first_reads[v] for v in inside)
+            if first == min(flow.first_reads.values()):
+                raise CutError(
+                    f"`boundaries` names {shown(module)}, with which the model begins. Name the modules with which the "
+                    "stages after the first begin."
+                )
+        return sorted((flow.place_at(i, mark) for mark, i in positions.items()), key=lambda place: place.position)
+
+    def boundaries(self, boundaries: Any, layers: Sequence[Layer], num_stages: int) -> Any:
+        """The `boundaries` of a pipeline as numbers of segments, as far as they are named.
+
+        Raises:
+          ValueError: if two modules begin at one place, or there are fewer marks than stages need.
+        """
+        marks = [layer.options.segment or ("",) for layer in layers]
+        if self._modules:
+            numbers = [k + 1 for k, mark in enumerate(marks) if mark[0] == "module"]
+            if not len(numbers) == len(self._modules) == num_stages - 1:
+                raise CutError(
+                    f"`boundaries` names the modules {', '.join(self._modules)}, which begin at {len(numbers)} places "
+                    f"of the model, and {num_stages} stages need {num_stages - 1}. Name one module for each stage "
+                    "after the first."
+                )
+            return numbers
+        ends = [k + 1 for k, mark in enumerate(marks) if mark[0] == "stage_end"]
+        if not ends or not (boundaries is None or isinstance(boundaries, str)):
+            return boundaries
+        if len(ends) < num_stages - 1:
+            raise CutError(
+                f"the model has {len(ends)} marks `jpipe.stage_end`, and {num_stages} stages need {num_stages - 1}. "
+                "Mark the end of every stage but the last, or give `boundaries`."
+            )
+        return ends if len(ends) == num_stages - 1 else boundaries
