@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
 
@@ -11,12 +11,10 @@ from jpipe._util.suggest import did_you_mean
 from jpipe.layers.layer import Layer
 from jpipe.segments.places import CutError, CutPlace, DataFlow
 
-T = TypeVar("T")
-
 _NAME = "jpipe.stage_end"
 
 
-def stage_end(x: T) -> T:
+def stage_end(x: Any) -> Any:
     """Marks the end of a stage in a whole model; returns `x`.
 
     With as many marks as the schedule has stages, less one, every stage but the last ends at a mark. With more, the
