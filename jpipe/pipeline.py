@@ -528,13 +528,13 @@ class Pipeline:
         None.
         """
         state = self._adopted(state)
-        return model_tree.joined(state.program.stages.layers, portable.parameters(state))
+        return model_tree.whole(model_tree.joined(state.program.stages.layers, portable.parameters(state)))
 
     @public("get_mutable_state", _is_shared)
     def get_mutable_state(self, state: PipelineState) -> Any:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         state = self._adopted(state)
-        return model_tree.joined(state.program.stages.layers, portable.mutable_state(state), "state")
+        return model_tree.whole(model_tree.joined(state.program.stages.layers, portable.mutable_state(state), "state"))
 
     @public("with_params", _is_shared)
     def with_params(self, state: PipelineState, function: Callable[[Any, Any], Any]) -> PipelineState:

@@ -61,14 +61,16 @@ def inputs_read(equations: Equations, outputs: Sequence) -> set:
     `Equations.slice` keeps or drops a loop as a whole. Here each result of a loop counts by itself.
     """
     sliced = equations.slice(equations.inputs, outputs)
+    empty = jax.make_jaxpr(lambda: ())().jaxpr
     needed = set(variables(sliced.outputs))
     for eqn in reversed(sliced.equations):
         used = [v in needed for v in eqn.outvars]
         if not any(used):
             continue
-        rule = partial_eval.dce_rules.get(eqn.primitive)
-        reads = [True] * len(eqn.invars) if rule is None else rule(used, eqn)[0]
-        needed.update(variables(v for v, read in zip(eqn.invars, reads) if read))
+        operands = list(dict.fromkeys(variables(eqn.invars)))
+        alone = empty.replace(invars=operands, outvars=eqn.outvars, eqns=[eqn])
+        _, reads = partial_eval.dce_jaxpr(alone, used)
+        needed.update(v for v, read in zip(operands, reads, strict=True) if read)
     return needed.intersection(sliced.inputs)
 
 

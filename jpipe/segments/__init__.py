@@ -18,7 +18,7 @@ from jpipe.layers.avals import shapes_key, shapes_text
 from jpipe.layers.call_arguments import CallSignature
 from jpipe.layers.layer import NNX, InitApply, Layer, Linen
 from jpipe.layers.loss import Loss
-from jpipe.layers.model_tree import joined
+from jpipe.layers.model_tree import joined, whole
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.layers import layers_of_model, shared_parameters
@@ -183,7 +183,7 @@ class WholeModel(Model):
         """See `Model`."""
         if self._loss is not None:
             loss = Loss.of(lambda outputs, batch: outputs, loss.has_aux)
-        function = plain_loss([self._model], loss, (), [joined(layers, state, "state")], key)
+        function = plain_loss([self._model], loss, (), [whole(joined(layers, state, "state"))], key)
         return lambda params, batch: function([params], self.batch(batch))
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 import bisect
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,13 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.layer import Layer, LayerOptions
-from jpipe.layers.model_tree import Path, unflattened
+from jpipe.layers.model_tree import Path, Turn, unflattened
 from jpipe.layers.report import report
 from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.model_loss import ModelLoss
 from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
 from jpipe.segments.trace import Trace, Tracing
+from jpipe.segments.turns import in_turns, stacked, turns_of
 
 
 def layers_of_model(
@@ -50,6 +51,12 @@ def layers_of_model(
     if loss is not None:
         trained, evaluated = loss.heads(tracing, args, trained, evaluated)
     leaves = _ModelLeaves.of(model)
+    both = [
+        {i: axis for i, axis in here.items() if there.get(i) == axis}
+        for here, there in zip(stacked(trained), stacked(evaluated), strict=True)
+    ]
+    if any(both):
+        trained, evaluated, leaves = in_turns(trained, *both), in_turns(evaluated, *both), leaves.in_turns(*both)
     named = _named_places(forced, leaves, trained, evaluated)
     matched = _matched(trained.flow.places, evaluated.flow.places)
     there = {here.mark: place for pairs in (*matched, named) for here, place in pairs}
@@ -270,12 +277,14 @@ class _ModelLeaves(NamedTuple):
       values: abstract arrays.
       given: the values that the user gave, or None.
       specs: names of dims, see `Layer`; None if nothing is named.
+      cut: cuts lists of values of a model into their turns.
     """
 
     paths: tuple[list[Path], list[Path]]
     values: tuple[list, list]
     given: tuple[list, list] | None
     specs: list | None
+    cut: Callable[[tuple[list, list]], tuple[list, list]] = lambda lists: lists
 
     @classmethod
     def of(cls, model: Layer) -> "_ModelLeaves":
@@ -286,9 +295,47 @@ class _ModelLeaves(NamedTuple):
         given = None if model.given is None else _lists(model.given)
         return cls((paths, unnamed), _lists(trees), given, specs or None)
 
+    def in_turns(self, parameters: Mapping[int, int], state: Mapping[int, int]) -> "_ModelLeaves":
+        """The leaves, some of them cut into their turns: number of a leaf -> axis."""
+        axes = parameters, state
+        turns = [
+            {i: turns_of(values[i], axis) for i, axis in role_axes.items()}
+            for values, role_axes in zip(self.values, axes)
+        ]
+        cut = functools.partial(_cut_leaves, turns)
+        paths, unnamed = (
+            [
+                path
+                for i, whole in enumerate(role_paths)
+                for path in ([(*whole, turn.key) for turn in role_turns[i]] if i in role_turns else [whole])
+            ]
+            for role_paths, role_turns in zip(self.paths, turns)
+        )
+        specs = None
+        if self.specs is not None:
+            specs = [spec for i, spec in enumerate(self.specs) for spec in _specs_of_turns(spec, turns[0].get(i))]
+        given = None if self.given is None else cut(self.given)
+        return _ModelLeaves((paths, unnamed), cut(self.values), given, specs, cut)
+
     def chosen(self, leaves: Sequence, role: int, numbers: Sequence[int]) -> dict:
         """Some of the leaves of a role, as a nested dict."""
         return unflattened((self.paths[role][i], leaves[i]) for i in numbers)
+
+
+def _cut_leaves(turns: Sequence[Mapping[int, list[Turn]]], lists: tuple[list, list]) -> tuple[list, list]:
+    """The parts of the leaves that have turns, and the others as they are."""
+    first, second = (
+        [part for i, leaf in enumerate(leaves) for part in ([t.part(leaf) for t in of[i]] if i in of else [leaf])]
+        for leaves, of in zip(lists, turns)
+    )
+    return first, second
+
+
+def _specs_of_turns(spec: PartitionSpec, turns: Sequence[Turn] | None) -> list[PartitionSpec]:
+    """The names of the dims of each turn of a leaf: a turn has one row."""
+    if turns is None:
+        return [spec]
+    return [PartitionSpec(*(None if dim == turn.axis else name for dim, name in enumerate(spec))) for turn in turns]
 
 
 def _lists(trees: tuple[Any, Any]) -> tuple[list, list]:
@@ -341,7 +388,7 @@ def _segment(
         state,
         train,
         evaluate,
-        init=None if init is None else lambda key: chosen(_lists(init(key))),
+        init=None if init is None else lambda key: chosen(leaves.cut(_lists(init(key)))),
         given=None if leaves.given is None else chosen(leaves.given),
         options=LayerOptions(segment=mark),
         # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
@@ -358,13 +405,22 @@ def path_text(path: Path) -> str:
 
 def _name(paths: Sequence[Path]) -> str:
     """Names the modules that have parameters: "blocks.3", or "embed, positions"."""
-    modules = [tuple(str(key.key) for key in path[:-1] or path) for path in paths]
+    modules = [_module(path) for path in paths]
     if len(set(modules)) == 1:
         return ".".join(modules[0])
     # A member of a list is a module of its own.
     names = [".".join(m[: 1 + (len(m) > 1 and m[1].isdecimal())]) for m in modules]
     first, *others = dict.fromkeys(names) or [""]
     return ", ".join([first, *others[:2]]) + (", ..." if len(others) > 2 else "")
+
+
+def _module(path: Path) -> tuple[str, ...]:
+    """The names along the path of the module that has a parameter; the turns of a loop are a list of modules."""
+    turn = Turn.at(path)
+    if turn is not None:
+        first, *others = _module(path[:-1])
+        return first, str(turn.number), *others
+    return tuple(str(key.key) for key in path[:-1] or path)
 
 
 def shared_parameters(layers: Sequence[Layer]) -> list[list[tuple[int, str]]]:

@@ -45,6 +45,11 @@ class Roles:
     new_state: tuple[Any, ...]
 
 
+_SMALL = 16
+"""A value that is so many times smaller than another does not count beside it: a statistic of each row, say, that all
+blocks add to."""
+
+
 @dataclasses.dataclass(frozen=True)
 class CutPlace:
     """A place between two equations.
@@ -69,9 +74,10 @@ class CutPlace:
         return (*self.values, *self.inputs)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that cross, of one microbatch."""
-        return num_bytes([v.aval for v in self.crossing])
+    def num_large(self) -> int:
+        """The number of computed values that cross, without those that are much smaller than the largest."""
+        sizes = [num_bytes([v.aval]) for v in self.values]
+        return sum(_SMALL * size >= max(sizes) for size in sizes)
 
 
 class DataFlow:
@@ -222,7 +228,7 @@ def narrow(places: Sequence[tuple[CutPlace, ...]], at_least: int = 0) -> list[tu
     """
     if not places:
         return []
-    counts = [len(place.values) for place, *_ in places]
+    counts = [place.num_large for place, *_ in places]
     kept: set[int] = set()
     for count in set(counts):
         for run in _runs(range(len(counts)), [c >= count for c in counts]):

@@ -1,7 +1,8 @@
 """A traced model as a list of equations of which any range can run by itself.
 
 Unlike `jpipe.layers.equations`, which holds programs that are differentiated already, it keeps what says how to
-differentiate: functions with derivatives of their own, and checkpoints. Only plain calls give way to what they call.
+differentiate: functions with derivatives of their own, and checkpoints. Only plain calls give way to what they call,
+and loops over stacked weights to their turns.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ import jax.extend.core as jex
 
 from jpipe.layers.constraint import constrain, constrain_p
 from jpipe.layers.equations import Equations, value_of, variables
+from jpipe.segments.loops import is_stacked_loop, unrolled
 
 _PLAIN_CALLS = ("jit", "pjit", "closed_call")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
@@ -23,14 +25,17 @@ class ModelProgram(Equations):
     """A program without plain calls."""
 
     @classmethod
-    def of(cls, closed: jex.ClosedJaxpr) -> "ModelProgram":
-        """The program of a jaxpr, without equations whose results nobody needs."""
+    def of(cls, closed: jex.ClosedJaxpr, num_weights: int = 0) -> "ModelProgram":
+        """The program of a jaxpr, without equations whose results nobody needs; its first inputs are weights."""
         constants: dict[Any, Any] = {}
         equations: list = []
+        # What follows from weights alone.
+        weights = set(closed.jaxpr.invars[:num_weights])
 
-        def inline(jaxpr: Any, values: Sequence, operands: Sequence) -> list:
+        def inline(closed: Any, operands: Sequence) -> list:
+            jaxpr = closed.jaxpr
             env = dict(zip(jaxpr.invars, operands, strict=True))
-            for v, value in zip(jaxpr.constvars, values, strict=True):
+            for v, value in zip(jaxpr.constvars, closed.consts, strict=True):
                 constants[v] = value
                 env[v] = v
 
@@ -40,16 +45,19 @@ class ModelProgram(Equations):
             for eqn in jaxpr.eqns:
                 operands = [atom(a) for a in eqn.invars]
                 if eqn.primitive.name in _PLAIN_CALLS:
-                    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-                    results = inline(inner.jaxpr, inner.consts, operands)
+                    results = inline(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], operands)
+                elif is_stacked_loop(eqn, operands, weights):
+                    results = unrolled(eqn, operands, inline)
                 else:
                     # A jaxpr that is called twice has the same variables both times.
                     results = [jex.Var(v.aval) for v in eqn.outvars]
                     equations.append(eqn.replace(invars=operands, outvars=results))
+                    if weights.issuperset(variables(operands)):
+                        weights.update(results)
                 env.update(zip(eqn.outvars, results))
             return [atom(a) for a in jaxpr.outvars]
 
-        outputs = inline(closed.jaxpr, closed.consts, closed.jaxpr.invars)
+        outputs = inline(closed, closed.jaxpr.invars)
         program = cls(constants, tuple(closed.jaxpr.invars), tuple(equations), tuple(outputs))
         return program.part(program.inputs, outputs, [eqn for eqn in equations if eqn.effects])
 

@@ -34,7 +34,7 @@ class Trace:
         """The trace of `(parameters, state, *keys, args) -> (outputs, new state, what it reports)`."""
         with recording():
             closed, shapes = jax.make_jaxpr(run, return_shape=True)(model.parameters, model.state, *keys, args)
-        program = ModelProgram.of(closed)
+        program = ModelProgram.of(closed, len(jax.tree.leaves(model.parameters)))
         outputs, state, reported = jax.tree.structure(shapes).unflatten(program.outputs)
         results, structure = jax.tree.flatten((outputs, reported))
         lengths = [len(jax.tree.leaves(tree)) for tree in (model.parameters, model.state, keys)]

@@ -1,6 +1,7 @@
 """Whole models, as somebody would write them, in a pipeline, against the same models in plain JAX."""
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -229,7 +230,8 @@ def test_what_reads_state_stays_beside_what_writes_it():
 
 def row(counts):
     """Places at which so many values cross."""
-    return [(CutPlace(i, (None,) * count, (), (i,)),) for i, count in enumerate(counts)]
+    value = jex.Var(jax.core.ShapedArray((4, 8), np.float32))
+    return [(CutPlace(i, (value,) * count, (), (i,)),) for i, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize(
@@ -247,3 +249,10 @@ def row(counts):
 )
 def test_narrow_places(counts, at_least, want):
     assert [place.position for (place,) in narrow(row(counts), at_least)] == want
+
+
+def test_values_much_smaller_than_others_do_not_count():
+    large, small = (jex.Var(jax.core.ShapedArray(shape, np.float32)) for shape in ((4, 8, 16), (4, 1)))
+    assert CutPlace(0, (large, large, small), (), ()).num_large == 2
+    assert CutPlace(0, (small,), (), ()).num_large == 1
+    assert CutPlace(0, (), (), ()).num_large == 0
