@@ -329,8 +329,9 @@ def test_the_program_does_not_grow_with_the_stages():
     assert lines(of(30), batch) == lines(of(10), batch)
 
     def prediction(pipe):
-        state = pipe.init(KEY, batch)
-        lowered = state.program.prediction.compiled_predict.lower(state, batch)
+        program = pipe._program(batch)
+        rows, arrays = program.prediction.rows_of(batch), program.abstract_state.arrays()
+        lowered = program.prediction.compiled_predict.lower(arrays, batch, rows)
         return len(re.findall(r"stablehlo\.\w+|func\.call", lowered.as_text()))
 
     assert prediction(of(12)) == prediction(of(6))
