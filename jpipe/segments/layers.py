@@ -409,7 +409,8 @@ def _name(paths: Sequence[Path]) -> str:
     if len(set(modules)) == 1:
         return ".".join(modules[0])
     # A member of a list is a module of its own.
-    names = [".".join(m[: 1 + (len(m) > 1 and m[1].isdecimal())]) for m in modules]
+    numbered = [next((i for i, part in enumerate(m) if part.isdecimal()), 0) for m in modules]
+    names = [".".join(m[: i + 1]) for m, i in zip(modules, numbered)]
     first, *others = dict.fromkeys(names) or [""]
     return ", ".join([first, *others[:2]]) + (", ..." if len(others) > 2 else "")
 
