@@ -242,6 +242,7 @@ class Packing:
     used_bytes: Sequence[int]
     specs: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
     on_host: frozenset[str] = frozenset()
+    constant: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -347,6 +348,17 @@ class Packing:
             on_host=frozenset(f"{prefix} {name}" for name in self.on_host),
         )
 
+    def with_constants(self, other: "Packing") -> "Packing":
+        """Joins the leaves of another packing of the same owners, in arrays of other names that never change."""
+        both = self.beside([other])
+        pairs = zip(self.places, other.places, strict=True), zip(self.used_bytes, other.used_bytes, strict=True)
+        return dataclasses.replace(
+            both,
+            places=tuple((*mine, *theirs) for mine, theirs in pairs[0]),
+            used_bytes=tuple(mine + theirs for mine, theirs in pairs[1]),
+            constant=both.constant | other.arrays.keys(),
+        )
+
     def beside(self, others: Iterable["Packing"]) -> "Packing":
         """Joins the arrays and the owners of other packings, whose arrays have other names."""
         packings = [self, *others]
@@ -356,6 +368,7 @@ class Packing:
             tuple(used for pack in packings for used in pack.used_bytes),
             {name: spec for pack in packings for name, spec in pack.specs.items()},
             frozenset().union(*(pack.on_host for pack in packings)),
+            frozenset().union(*(pack.constant for pack in packings)),
         )
 
     @property

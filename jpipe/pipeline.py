@@ -32,6 +32,7 @@ from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced, TrainingTrace
+from jpipe.layers.trainable import Trainable
 from jpipe.mesh import make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
@@ -65,10 +66,10 @@ def _flushes_together(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
-    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`, `ties`. The
-    pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`, `compiler_options`. Memory and
-    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`,
-    `accumulate_dtype`, `loss_scale`.
+    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`, `ties`,
+    `trainable`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`,
+    `compiler_options`. Memory and precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`,
+    `compute_dtype`, `accumulate_dtype`, `loss_scale`.
     Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous
     schedules: `forward_params`, `backward_params`.
 
@@ -156,6 +157,11 @@ class Pipeline:
         pairs, of one shape. Their gradients are summed, and the optimizer sees the parameter once,
         in the first of the layers. NNX modules that hold the same variable are tied without being
         named here.
+      trainable: the parameters that are trained. The others are frozen: they have no gradient and no optimizer's state,
+        and the optimizer does not see them. A filter of NNX, such as `nnx.LoRAParam`, `nnx.PathContains("head")` or
+        `nnx.Not(...)`; a function `(path, leaf) -> bool` of the keys of a path and a variable or an abstract array; or
+        a tree of bools, or of filters, with the paths of the parameters or the first keys of them. For a list of layers
+        a filter sees the paths in a layer, and a tree is a list with an entry for each layer. None: all are trained.
       forward_params: a function `(params, optimizer_state, delay) -> params` that computes the
         weights which a forward reads, such as `jpipe.optim.predicted_params`. It is called once
         after every update, with what the optimizer sees of one stage, and its result is kept beside
@@ -226,6 +232,7 @@ class Pipeline:
         loss_scale: LossScale | float | None = None,
         has_aux: bool = False,
         ties: Sequence[Sequence[tuple[int, str]]] = (),
+        trainable: Any = None,
         forward_params: Callable[[Any, Any, Any], Any] | None = None,
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
         overlap: bool | None = None,
@@ -296,6 +303,7 @@ class Pipeline:
             ties=self.ties,
             hooks=hooks,
             offload=check_offload(offload, self.mesh, schedule, numbers, communication, hooks),
+            trainable=Trainable.of(trainable, model.number),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )

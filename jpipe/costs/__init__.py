@@ -202,8 +202,9 @@ def _used_bytes(program: Program) -> float:
         weight_places = {(place, row) for _, run, row in runs for place in run.parameters}
         gradient_places = {(place, row) for _, run, row in runs for place in run.gradient_places}
         num_versions = int(engine.lowered.rows.num_versions[engine.lowered.owner_homes[number]])
-        weights += num_versions * sum(
-            _held_bytes(layout, stages.parameters.arrays, place, parted.get(place), len(copies))
+        weights += sum(
+            (1 if place.array in stages.parameters.constant else num_versions)
+            * _held_bytes(layout, stages.parameters.arrays, place, parted.get(place), len(copies))
             for place, _ in weight_places
         )
         gradients += sum(

@@ -31,6 +31,7 @@ class TickArrays:
       aux: sums over finished microbatches of the values that the loss returns beside its value, `[1, ...]`
         each.
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
+      constants: packed weights that are frozen, `[R, ...]`.
       count: int32 `[1]`, finished microbatches.
       embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
       embedded_gradient: the gradients by the outputs in `embedded` that have one.
@@ -52,7 +53,7 @@ class TickArrays:
       mutable_state: packed mutable state of the layers, `[R, ...]`.
       optimizer_state: packed optimizer state, `[R, ...]`.
       outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
-      parameters: packed weights, `[V, R, ...]`.
+      parameters: packed weights that are trained, `[V, R, ...]`; in forward-only tables all weights.
       op_count: int32 `[]`, number of operations that have run. A value that reads it waits for all
         operations of a tick.
       read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like
@@ -72,6 +73,7 @@ class TickArrays:
 
     aux: list[jax.Array]
     batches: Any
+    constants: Packed
     count: jax.Array
     embedded: list[jax.Array]
     embedded_gradient: list[jax.Array]

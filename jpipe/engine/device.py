@@ -98,6 +98,10 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
     device = TrainingDevice.here(spec, inputs.counters, inputs.num_entered)
     buffers = inputs.in_flight["buffers"]
     held = {**inputs.kept, "gradients": inputs.in_flight["gradients"], **buffers}
+    # Apart, because XLA may copy an array that the branch of an update passes through.
+    constant, parameters = spec.stages.parameters.constant, held["parameters"]
+    held["constants"] = {name: a for name, a in parameters.items() if name in constant}
+    held["parameters"] = {name: a for name, a in parameters.items() if name not in constant}
     held["op_count"] = jnp.zeros((), jnp.int32)
     batch = _local_batch(spec, inputs.batch)
     weights = _take_weights(device, held.get("minibatch_weights"), batch)
@@ -109,6 +113,7 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
     arrays = TickArrays(**held, **_empty_results(spec))
     device = device.with_weights(weights).with_batch(batch)
     arrays = _scan(device, inputs.rows[0], arrays)
+    arrays = arrays.replace(parameters={name: {**arrays.constants, **arrays.parameters}[name] for name in parameters})
     return (
         {name: getattr(arrays, name) for name in inputs.kept},
         {
@@ -122,7 +127,7 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
 def forward_pass(spec: ForwardPass, inputs: PassInputs) -> list[jax.Array]:
     """Runs one pass over a forward-only table, on one device: see `jpipe.engine.engine.run_forward`."""
     device = Device.here(spec, inputs.counters, inputs.num_entered)
-    held = {"read_parameters": {}, **inputs.kept, **inputs.in_flight["buffers"]}
+    held = {"constants": {}, "read_parameters": {}, **inputs.kept, **inputs.in_flight["buffers"]}
     held["op_count"] = jnp.zeros((), jnp.int32)
     batch = _local_batch(spec, inputs.batch)
     batch, batches = _take_batch(device, held.get("batches"), batch)

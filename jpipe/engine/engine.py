@@ -119,6 +119,8 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
         if name in parameter_rows.unit_rows:
             row = jnp.mod(version, parameter_rows.number(name))
             return jnp.broadcast_to(array[row][None], array.shape)
+        if name in spec.stages.parameters.constant:
+            return array
         first, modulus = first_and_modulus(name)
         if modulus.max() == 1:
             return array

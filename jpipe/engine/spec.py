@@ -168,7 +168,7 @@ class PassSpec(abc.ABC):
         stages, weights = self.stages, self.stages.parameters
         used = self._arrays_of_stages(weights)
         return {
-            "parameters": ArrayRows.per_version(self.state_table, weights.arrays, used),
+            "parameters": ArrayRows.per_version(self.state_table, weights.arrays, used, weights.constant),
             "mutable_state": self._rows_of_columns(stages.state),
             "statistics": self._rows_of_columns(stages.statistics),
             "message_compression": ArrayRows.per_stage(self.state_table, [], used),

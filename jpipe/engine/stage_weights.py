@@ -41,7 +41,7 @@ class StageWeights(NamedTuple):
     @classmethod
     def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
-        arrays = read.read_parameters.get(weight_pass, read.parameters)
+        arrays = {**read.constants, **read.read_parameters.get(weight_pass, read.parameters)}
         constants = read.mutable_state if "mutable_state" in read else {}
         return cls(stage, arrays, constants, _cast_at_once(stage, arrays))
 

@@ -50,7 +50,9 @@ def _parameters(facts: StateFacts) -> dict[str, Any]:
 
 
 def _read_parameters(facts: StateFacts) -> dict[str, Any]:
-    return {name: _parameters(facts) for name in facts.hooked_passes}
+    constant = facts.packings.parameters.constant
+    shapes = {name: a for name, a in _parameters(facts).items() if name not in constant}
+    return dict.fromkeys(facts.hooked_passes, shapes)
 
 
 def _state_packing(facts: StateFacts) -> Packing:

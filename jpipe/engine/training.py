@@ -253,9 +253,9 @@ class TrainingPass(PassSpec):
         """
         stages = self.stages
         copy_of_leaf = {
-            (layer, j): TiedCopy(self.lowered.copies[s], place, placed.places[0], row)
+            (layer, j): TiedCopy(self.lowered.copies[s], run.parameters[j], placed.places[0], row)
             for s in range(stages.num_stages)
             for layer, run, row in stages.layer_runs(s)
-            for j, (place, placed) in enumerate(zip(run.parameters, run.gradients))
+            for j, placed in zip(stages.layer_kinds[run.kind].trained, run.gradients)
         }
         return [[copy_of_leaf[leaf] for leaf in leaves] for leaves in stages.ties if leaves[0] in copy_of_leaf]

@@ -31,10 +31,10 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from jpipe.layers.avals import abstract
+from jpipe.layers.avals import abstract, is_inexact
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.products import GradientForms, ProductForm, with_products
@@ -55,7 +55,7 @@ class LayerProgram:
     """The programs of one layer kind, all from and to flat lists of arrays.
 
     Only inexact leaves of inputs and outputs have gradients: `output_grads` and `input_grads` list
-    only these.
+    only these. Of the parameters those have gradients that are `trained`.
 
     Attributes:
       forward: `(parameters, inputs, extra) -> (outputs, aux)`.
@@ -68,6 +68,8 @@ class LayerProgram:
         only `weight_stash`. In all three backwards `parameters` is followed by the constants of `extra`.
       parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
         lists.
+      trained: positions in `parameters` of those that have gradients, in the order of `parameter_grads`. The others
+        never change.
       constants: positions in `extra` of values that never change: a backward gets them again and not from the stash.
       input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
         reads, and the values that `weight_grad` reads.
@@ -75,7 +77,8 @@ class LayerProgram:
       outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
       recomputes: whether the backward computes values of the forward again, because of `jax.checkpoint` or a policy.
-      products: per parameter, the way from a product to its gradient; None where the gradient itself is computed.
+      products: per trained parameter, the way from a product to its gradient; None where the gradient itself is
+        computed.
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: the equations from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
@@ -95,6 +98,7 @@ class LayerProgram:
     aux: tuple
     stash: tuple
     split_residuals: tuple
+    trained: tuple[int, ...]
     constants: tuple[int, ...]
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
@@ -113,6 +117,16 @@ class LayerProgram:
         """The programs for a value of `rereads_weights`."""
         return self if weights == self.rereads_weights else self.made(weights)
 
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        """Positions in `parameters` of those without gradients."""
+        return tuple(j for j in range(len(self.parameters)) if j not in self.trained)
+
+    @property
+    def trained_parameters(self) -> tuple:
+        """The abstract values of the parameters that have gradients."""
+        return tuple(self.parameters[j] for j in self.trained)
+
     def stashed(self, name: str) -> tuple:
         """The abstract values of "input_stash" or "weight_stash"."""
         return tuple(self.stash[i] for i in getattr(self, name))
@@ -129,9 +143,11 @@ def trace_layer(
     inputs: Any,
     extra: Any = (),
     *,
+    frozen: Collection[int] = (),
     constants: Sequence[int] = (),
     has_aux: bool = False,
     input_grads: bool = True,
+    zero_input_grads: bool = False,
     policy: Callable[..., Any] | None = None,
     products: Callable[[int, int], bool] | None = None,
     rereads_weights: bool = False,
@@ -144,11 +160,13 @@ def trace_layer(
       inputs: pytree of abstract arrays; the inexact leaves are differentiated.
       extra: pytree of abstract arrays that are not differentiated (the loss's batch, a layer's
         state and key).
-      constants: positions of leaves of `extra` that never change, such as frozen weights.
+      frozen: positions of leaves of `parameters` that never change, and have no gradients.
+      constants: positions of leaves of `extra` that never change, such as state that no call writes.
       has_aux: whether the function returns `(outputs, aux)`; aux is a pytree of arrays that are not
         differentiated.
       input_grads: False drops the gradient of the inputs, and the equations that only it needs (a
         model's first layer).
+      zero_input_grads: whether zeros stand in the place of a dropped gradient.
       policy: one of `jax.checkpoint_policies`. The layer stashes its inputs and the values that the
         policy saves, and its backward computes all other values again. None stashes every residual.
       products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
@@ -164,18 +182,21 @@ def trace_layer(
       OrderedEffectError: if the function has ordered side effects.
     """
     arguments = Arguments.flatten(parameters, inputs, extra)
-    forward = trace_forward(function, arguments, has_aux, input_grads, policy)
+    forward = trace_forward(function, arguments, has_aux, input_grads, policy, frozen)
     check_offload(forward.residuals)
     check_effects(forward.equations)
-    traced = trace_backward(forward)
+    zeros = [x for x in arguments.inputs if zero_input_grads and is_inexact(x)]
+    traced = trace_backward(forward, zeros)
+    trained = tuple(j for j in range(len(arguments.parameters)) if j not in frozen)
     backward, gradients = with_products(
         traced,
         len(forward.residuals),
-        len(arguments.parameters),
+        len(trained),
         products or (lambda a, b: False),
     )
     return _layer_program(
         arguments,
+        trained,
         tuple(constants),
         forward,
         backward,
@@ -224,6 +245,7 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
 
 def _layer_program(
     arguments: Arguments,
+    trained: tuple[int, ...],
     constants: tuple[int, ...],
     forward: Forward,
     backward: Equations,
@@ -231,7 +253,7 @@ def _layer_program(
     recomputes: bool,
     rereads_weights: bool,
 ) -> LayerProgram:
-    residuals = Residuals.of(forward, backward, arguments, constants, rereads_weights)
+    residuals = Residuals.of(forward, backward, arguments, trained, constants, rereads_weights)
     for_inputs, for_weights, split_residuals = _split_backward(backward, residuals, num_gradients=gradients.num_values)
     everything = backward.slice(backward.inputs, backward.outputs, effects=True)
     read_whole, read_inputs, read_weights = (residuals.reader(half) for half in (everything, for_inputs, for_weights))
@@ -281,6 +303,7 @@ def _layer_program(
         aux=tuple(aval_of(v) for v in forward.aux),
         stash=tuple(aval_of(v) for v in stash),
         split_residuals=tuple(aval_of(v) for v in split_residuals),
+        trained=trained,
         constants=constants,
         # What both halves read stays until the second one has run.
         input_stash=tuple(sorted(read_inputs.reads - read_weights.reads)),
@@ -292,18 +315,21 @@ def _layer_program(
         recomputes=recomputes,
         products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
-        text=_text(arguments, forward, backward),
+        text=_text(arguments, forward, backward, trained),
         rereads_weights=rereads_weights,
         made=functools.cache(
-            functools.partial(_layer_program, arguments, constants, forward, backward, gradients, recomputes)
+            functools.partial(_layer_program, arguments, trained, constants, forward, backward, gradients, recomputes)
         ),
     )
 
 
-def _text(arguments: Arguments, forward: Forward, backward: Equations) -> str:
+def _text(arguments: Arguments, forward: Forward, backward: Equations, trained: tuple[int, ...]) -> str:
     trees = (
         arguments.input_tree,
         forward.output_tree,
         forward.aux_tree,
     )
-    return "\n".join([forward.equations.text(), backward.text(), *map(str, trees)])
+    texts = [forward.equations.text(), backward.text(), *map(str, trees)]
+    if len(trained) < len(arguments.parameters):
+        texts.append(f"trained {trained}")
+    return "\n".join(texts)

@@ -182,6 +182,7 @@ def from_nnx(
         init=None if leaves is None else lambda key: variables.by_role(leaves(key)),
         given=jax.tree.map(np.asarray, variables.by_role(variables.leaves)) if leaves is None else None,
         specs=variables.specs(),
+        variables=variables.parameters(),
         alike=sameness((variables.graph, dict(train_with), dict(evaluate_with))),
         call=functools.partial(module.__call__, **train_with) if callable(module) else None,
         has_batch_norm=any(
@@ -220,6 +221,7 @@ class _Variables:
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
         self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, self.leaves)}
+        self._variable_of = dict(variables)
 
     def merge(self, parameters: Any, state: Any, key: jax.Array) -> nnx.Module:
         """The module with these values; its random streams begin anew from `key`."""
@@ -252,6 +254,10 @@ class _Variables:
         """
         after = jax.tree.leaves(self.with_role(module, "parameters"))
         return any(a is not b for a, b in zip(after, jax.tree.leaves(parameters), strict=True))
+
+    def parameters(self) -> dict:
+        """The variables that are parameters, in a nested dict."""
+        return self._with_role(self._variable_of, "parameters")
 
     def specs(self) -> dict:
         """The names of the dims of each parameter as a `PartitionSpec`, in a nested dict."""

@@ -239,6 +239,8 @@ class Layer:
       bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
         None.
       options: the user's statements about the layer, beside it.
+      frozen: numbers of the parameters that are not trained, ascending.
+      variables: nested dict with the structure of `parameters`, of the NNX variables; empty of other layers.
       specs: nested dict with the structure of `parameters`: a `PartitionSpec` of the names of each
         parameter's dims, logical names or axes of the mesh, from Flax metadata (`with_partitioning` of NNX or
         Linen, `with_logical_partitioning`). Empty if nothing is named.
@@ -258,6 +260,8 @@ class Layer:
     given: Any = None
     bind: Callable[[tuple], "Layer"] | None = None
     options: LayerOptions = LayerOptions()
+    frozen: tuple[int, ...] = ()
+    variables: Any = dataclasses.field(default_factory=dict, compare=False)
     specs: Any = dataclasses.field(default_factory=dict)
     alike: Hashable = None
     has_batch_norm: bool = False
@@ -269,6 +273,12 @@ class Layer:
         if self.bind is None:
             return self
         return dataclasses.replace(self.bind(args), options=self.options)
+
+    @property
+    def trained(self) -> Any:
+        """`parameters`, with None in the place of those that are frozen."""
+        leaves, tree = jax.tree.flatten(self.parameters)
+        return tree.unflatten([None if j in self.frozen else leaf for j, leaf in enumerate(leaves)])
 
     @property
     def stash(self) -> tuple[str, ...]:

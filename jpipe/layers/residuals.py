@@ -11,7 +11,7 @@ The set is a minimum cut between the values that no cheap equation computes and 
 graph of the forward's cheap equations, where a value has its bytes as capacity. The idea is that of
 the partitioner of PyTorch 2.
 
-Constants of a layer, such as frozen weights, are at hand whenever a backward runs, so they are never stashed.
+Frozen weights, and state that no call writes, are at hand whenever a backward runs, so they are never stashed.
 
 An equation is cheap if it works element by element. It may read parameters, and what cheap equations
 compute of them, only if the backward runs on the weights of its forward. In PipeMare it runs on other
@@ -62,6 +62,7 @@ class Residuals:
         forward: Forward,
         backward: Equations,
         arguments: Arguments,
+        trained: Sequence[int],
         constants: Sequence[int],
         rereads_weights: bool,
     ) -> "Residuals":
@@ -69,13 +70,14 @@ class Residuals:
 
         Args:
           forward, backward, arguments: the forward, backward and arguments of the layer.
-          constants: see `LayerProgram`.
+          trained, constants: see `LayerProgram`.
           rereads_weights: see `smallest_stash`.
         """
         equations = forward.equations
         parameters, _, extra = map(tuple, arguments.split(equations.inputs))
-        fixed = tuple(extra[i] for i in constants)
-        at_hand = (*parameters, *fixed)
+        constant = tuple(extra[i] for i in constants)
+        at_hand = (*parameters, *constant)
+        frozen = tuple(v for j, v in enumerate(parameters) if j not in trained)
         varying = equations.depending_on(set(equations.inputs).difference(at_hand))
         wanted = [v for v in variables(forward.residuals) if v in varying]
         inputs = backward.inputs[: len(forward.residuals)]
@@ -85,8 +87,8 @@ class Residuals:
             varying=varying,
             stash=smallest_stash(
                 equations,
-                parameters,
-                fixed,
+                [parameters[j] for j in trained],
+                (*frozen, *constant),
                 varying,
                 wanted,
                 rereads_weights=rereads_weights,
@@ -161,7 +163,7 @@ def smallest_stash(
 
     Args:
       forward: the equations of the forward.
-      parameters: the inputs that are parameters.
+      parameters: the inputs that are trained parameters.
       fixed: the inputs that never change; cheap equations may read them.
       varying: the variables that depend on more than these.
       residuals: variables in `varying`.

@@ -25,6 +25,7 @@ from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.sharding import ValueSplit, stash_specs
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.tracer import Tracer
+from jpipe.layers.trainable import ALL, Trainable
 from jpipe.packing import Leaf
 
 
@@ -151,6 +152,7 @@ def _trace(
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     splits: Sequence[LayerSplit] = (),
+    trainable: Trainable = ALL,
     rereads_weights: bool = False,
 ) -> tuple[Traced, Any]:
     """Traces every layer for the abstract `microbatch`.
@@ -168,6 +170,7 @@ def _trace(
       mesh: the whole mesh, if there are automatic axes.
       axis_rules: the axes of each logical name.
       splits: the split of each layer by a strategy, instead of annotations; `()` without a strategy.
+      trainable: the parameters that are trained.
       rereads_weights: see `trace_layer`.
 
     Returns:
@@ -195,11 +198,13 @@ def _trace(
             automatic=automatic,
             axis_rules=axis_rules,
             splits=splits,
+            trainable=trainable,
             reports=reports,
         )
         outputs = inputs
         for i in range(len(layers)):
             outputs = tracer.add(i, outputs)
+        trainable.check(tracer.layers)
         return tracer, outputs
 
     tracer, outputs = traced({})
@@ -207,7 +212,7 @@ def _trace(
     if reported:
         # Only a trace of all layers tells the names, which every layer hands on.
         tracer, outputs = traced(reported)
-    tracer.drop_input_grads(inputs)
+    tracer.drop_input_grads()
     leaves = jax.tree.leaves(inputs)
     sizes = {} if automatic is None else automatic.shape
     values = ValueSplit.of(tracer.layer_kinds, leaves[0].shape[0], sizes)

@@ -19,6 +19,7 @@ from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.state_update import StateUpdate, trace_state
+from jpipe.layers.trainable import ALL, Trainable
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 
 
@@ -32,6 +33,7 @@ class Tracer:
       automatic: the mesh of the automatic axes; None if there are none.
       axis_rules: the axes of the mesh of each logical name.
       splits: the split of each layer by a strategy; `()` without a strategy.
+      trainable: the parameters that are trained.
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
         but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
         names inputs and outputs alone.
@@ -46,6 +48,7 @@ class Tracer:
     automatic: Mesh | None
     axis_rules: AxisRules
     splits: Sequence[LayerSplit]
+    trainable: Trainable
     reports: Mapping[str, jax.ShapeDtypeStruct]
     layer_kinds: list[LayerProgram] = dataclasses.field(default_factory=list)
     kind_of_layer: list[int] = dataclasses.field(default_factory=list)
@@ -58,6 +61,7 @@ class Tracer:
     def __post_init__(self) -> None:
         self._key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key_impl)))
         self._stashed: dict[str, Any] = {}
+        self._args: list[tuple] = []
         self._kind_of_text: dict[str, int] = {}
         self._program_of: dict[tuple, tuple[LayerProgram, StateUpdate]] = {}
 
@@ -65,6 +69,7 @@ class Tracer:
         """Traces layer `i` for abstract inputs; returns its abstract outputs."""
         popped = [self._stashed.pop(name) for name in self.layers[i].pop]
         plain = inputs[0] if self._takes_sums(i) else inputs
+        self._args.append((inputs, *popped))
         args = from_numbers((plain, *popped))
         layer = self.layers[i] = self._bound(i, args)
         program, update = self._program(i, (inputs, *popped), args)
@@ -77,19 +82,33 @@ class Tracer:
             self.skips[name] = (i, popper, tuple(jax.tree.leaves(value)))
         return outputs
 
-    def drop_input_grads(self, inputs: Any) -> None:
-        """Traces the first layer without the gradient of the model's inputs, which nothing reads."""
-        if self.kind_of_layer.count(0) == 1:
-            self.layer_kinds[0] = self._trace(0, (inputs,), self.mutable[0], input_grads=False)
+    def drop_input_grads(self) -> None:
+        """Traces the first layers without gradients of their inputs, which nothing reads.
+
+        They are the first layer, and with frozen parameters all up to the first layer that is trained. Of a kind that
+        later layers have too, the gradient is computed.
+        """
+        first = 0
+        if self.trainable is not ALL:
+            first = next(i for i, k in enumerate(self.kind_of_layer) if self.layer_kinds[k].trained)
+        for k in dict.fromkeys(self.kind_of_layer[: first + 1]):
+            i, *others = (i for i, kind in enumerate(self.kind_of_layer) if kind == k)
+            if max([i, *others]) <= first:
+                # Layers before take zeros, as messages hold them.
+                zero = i > 0 or bool(others)
+                self.layer_kinds[k] = self._trace(
+                    i, self._args[i], self.mutable[k], input_grads=False, zero_input_grads=zero
+                )
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
-            return self.layers[i].bound(args)
+            layer = self.layers[i].bound(args)
         except ValueError as error:
             if i == 0 or isinstance(args[0], jax.ShapeDtypeStruct):
                 raise
             cause = error.__cause__ or error
             raise ValueError(self._refusal(i, args, cause)) from cause
+        return self.trainable.applied(layer, i)
 
     def _program(self, i: int, args: tuple, plain_args: tuple) -> tuple[LayerProgram, StateUpdate]:
         """The programs of layer `i`, and how its state moves: those of an earlier layer if both are surely the same.
@@ -108,6 +127,7 @@ class Tracer:
             self._is_last(i),
             layer.options.without_names,
             _signature((args, jax.tree.leaves(layer.parameters), layer.state)),
+            layer.frozen,
             repr(self.splits[i]) if self.splits else None,
         )
         if seen not in self._program_of:
@@ -147,7 +167,7 @@ class Tracer:
             self.specs.append(spec)
         return kind
 
-    def _trace(self, i: int, args: tuple, update: StateUpdate, input_grads: bool = True) -> LayerProgram:
+    def _trace(self, i: int, args: tuple, update: StateUpdate, **options: bool) -> LayerProgram:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:
@@ -157,7 +177,8 @@ class Tracer:
                     layer.parameters,
                     args,
                     extra,
-                    input_grads=input_grads,
+                    frozen=layer.frozen,
+                    **options,
                     constants=[1 + j for j in update.constants],  # after the key
                 )
         except (OffloadError, OrderedEffectError) as error:

@@ -1,6 +1,6 @@
 """The forward and the backward of a layer as equations, traced by `jax.vjp`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -88,9 +88,11 @@ def trace_forward(
     has_aux: bool,
     input_grads: bool,
     policy: Callable[..., Any] | None,
+    frozen: Collection[int] = (),
 ) -> Forward:
     trees: dict[str, Any] = {}
     differentiated = [i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)]
+    trained = [i for i in range(len(arguments.parameters)) if i not in frozen]
 
     def call(ps: list, xs: list, es: list) -> tuple[list, list]:
         out = function(*arguments.unflatten(ps, xs, es))
@@ -105,13 +107,11 @@ def trace_forward(
     def with_residuals(*args: jax.Array) -> list:
         ps, xs, es = arguments.split(args)
 
-        def differentiated_call(ps: list, values: list) -> tuple[list, list]:
-            filled = list(xs)
-            for i, value in zip(differentiated, values):
-                filled[i] = value
-            return call(ps, filled, es)
+        def differentiated_call(weights: list, values: list) -> tuple[list, list]:
+            return call(_filled(ps, trained, weights), _filled(xs, differentiated, values), es)
 
-        ys, vjp, aux = jax.vjp(differentiated_call, ps, [xs[i] for i in differentiated], has_aux=True)
+        given = [ps[i] for i in trained], [xs[i] for i in differentiated]
+        ys, vjp, aux = jax.vjp(differentiated_call, *given, has_aux=True)
         # `jax.checkpoint` hands literals on as numbers.
         ys, aux = ([jnp.asarray(value) for value in values] for values in (ys, aux))
         residuals, trees["vjp"] = jax.tree.flatten(as_numbers(vjp))
@@ -120,6 +120,14 @@ def trace_forward(
 
     equations = Equations.trace(with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra)
     return Forward(equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"])
+
+
+def _filled(values: Sequence, positions: Sequence[int], others: Sequence) -> list:
+    """The values, with others at some positions."""
+    filled = list(values)
+    for i, value in zip(positions, others, strict=True):
+        filled[i] = value
+    return filled
 
 
 def _without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,8 +149,13 @@ def _without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def trace_backward(forward: Forward) -> Equations:
-    """The backward: residuals and output gradients to gradients of parameters, then of inputs."""
+def trace_backward(forward: Forward, zeros: Sequence = ()) -> Equations:
+    """The backward: residuals and output gradients to gradients of parameters, then of inputs.
+
+    Args:
+      forward: the forward.
+      zeros: abstract inputs whose gradients are zeros.
+    """
     num_residuals = len(forward.residuals)
 
     def backward(*args: jax.Array) -> list:
@@ -152,7 +165,7 @@ def trace_backward(forward: Forward) -> Equations:
         ]
         vjp = from_numbers(jax.tree.unflatten(forward.vjp_tree, leaves))
         parameter_grads, input_grads = vjp(output_grads)
-        return [*parameter_grads, *input_grads]
+        return [*parameter_grads, *input_grads, *(jnp.zeros(x.shape, x.dtype) for x in zeros)]
 
     output_grads = [y for y in forward.outputs if is_inexact(y)]
     return Equations.trace(backward, *(aval_of(v) for v in forward.residuals), *output_grads)

@@ -1,11 +1,10 @@
 """The rows of the arrays of packed leaves on a device.
 
 The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
-mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in
-every
-array: one stage has an embedding, another a norm. An array has rows for the stages that use it, and for no other. So
-stages that differ take the memory that they need. A unit of vocabulary layers is on every device, in arrays of its own,
-and has the rows of one stage there.
+mutable state have one row for every stage, and so have frozen weights; a ring of stashes has one for every slot. Not
+every stage has leaves in every array: one stage has an embedding, another a norm. An array has rows for the stages that
+use it, and for no other. So stages that differ take the memory that they need. A unit of vocabulary layers is on every
+device, in arrays of its own, and has the rows of one stage there.
 
 Letters: D devices, R rows if an array is used by all stages.
 """
@@ -71,14 +70,18 @@ class ArrayRows:
         lowered: Lowered,
         arrays: Collection[str],
         used: Sequence[Collection[str]],
+        constant: Collection[str] = (),
     ) -> "ArrayRows":
-        """The rows of arrays with one row for each version of the weights of a stage; see `per_stage`."""
+        """The rows of arrays with one row for each version of the weights of a stage; see `per_stage`.
+
+        Of the arrays that are `constant`, all versions are in one row.
+        """
         rows = [
             [(d, lowered.rows.chunk_rows(s, d, chunk)) for d, chunk in copies]
             for s, copies in enumerate(lowered.copies)
         ]
         rows_per_unit = lowered.rows.num_versions[[*lowered.homes]].tolist()
-        return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows, rows_per_unit)
+        return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows, rows_per_unit, constant)
 
     @classmethod
     def per_slot(
@@ -108,6 +111,7 @@ class ArrayRows:
         rows: Sequence[Sequence[tuple[int, slice | np.ndarray]]],
         num_rows: int,
         rows_per_unit: Sequence[int] = (),
+        constant: Collection[str] = (),
     ) -> "ArrayRows":
         """The rows of arrays, from the rows of stages and units; see `per_stage`.
 
@@ -118,6 +122,7 @@ class ArrayRows:
           rows: for each stage and each of its copies the device, and the rows of the stage there.
           num_rows: R.
           rows_per_unit: number of rows of each unit.
+          constant: names of the arrays that have one row for all rows of a stage.
         """
         num_devices, tables = lowered.schedule.num_devices, {}
         unit_rows = {name: n for names, n in zip(used[len(rows) :], rows_per_unit) for name in names}
@@ -125,10 +130,12 @@ class ArrayRows:
             if name in unit_rows:
                 continue
             is_used = np.zeros((num_devices, num_rows), bool)
+            is_first = np.zeros_like(is_used)
             for stage_arrays, copy_rows in zip(used, rows):
                 for device, device_rows in copy_rows:
                     is_used[device, device_rows] |= name in stage_arrays
-            number = is_used.cumsum(axis=1)
+                    is_first[device, np.arange(num_rows)[device_rows][:1]] |= name in stage_arrays
+            number = (is_first if name in constant else is_used).cumsum(axis=1)
             if number[:, -1].max() < num_rows:
                 tables[name] = np.where(is_used, number - 1, -1).astype(np.int32)
         return cls(num_devices, num_rows, tables, unit_rows)

@@ -248,7 +248,7 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
 def check_stages(stages: Stages, schedule: Schedule, recompute: Any, num_replicas: int) -> None:
     """Refuses stages that the schedule, `recompute` or replicas cannot run."""
     for copies in stages.ties:
-        on_stages = sorted({stages.stage_of(layer) for layer, _ in copies})
+        on_stages = sorted({stages.stage_of(layer) for layer, j in copies if j not in stages.layers[layer].frozen})
         if len(on_stages) > 1 and not schedule.synchronous:
             raise ValueError(
                 f"layers {', '.join(str(i) for i, _ in copies)} share weights but lie on "

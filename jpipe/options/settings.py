@@ -21,6 +21,7 @@ from jpipe.layers.trace import (
     trace_evaluation,
     trace_layers,
 )
+from jpipe.layers.trainable import ALL, Trainable
 from jpipe.lowering.target import target_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.options.checks import batch_size
@@ -61,6 +62,7 @@ class Settings:
     donate: bool
     compiler_options: Mapping[str, Any]
     offload: Offload = NO_OFFLOAD
+    trainable: Trainable = ALL
 
     @property
     def num_replicas(self) -> int:
@@ -208,6 +210,7 @@ class Settings:
             mesh=self.mesh,
             axis_rules=self.splits.axis_rules,
             splits=splits,
+            trainable=self.trainable,
             rereads_weights=rereads_weights(self.schedule, self.hooks),
         )
 

@@ -181,6 +181,7 @@ class Program:
             "implementation of random keys": str(self.engine.key_impl),
             **self.settings.parts,
             "boundaries": tuple(stages.starts[1:-1]),
+            "trainable": [layer.frozen for layer in stages.layers],
             "layers": layers,
             "loss": (
                 traced.loss.text,
@@ -235,7 +236,7 @@ class Program:
     @functools.cached_property
     def optimizer_identity(self) -> dict[str, Any]:
         """The meaning of the optimizer's state beside its names and shapes, see `jpipe.optim.identity`."""
-        parameters = [layer.parameters for layer in self.traced.layers]
+        parameters = [layer.trained for layer in self.traced.layers]
         return identity(self.settings.optimizer, parameters)
 
     @functools.cached_property
@@ -472,7 +473,7 @@ def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:
     """Checks that hooks come with the transforms whose state they read, and the other way round."""
     if not settings.hooks and settings.schedule.synchronous:
         return  # no delays: in a synchronous warm-up all passes read the newest weights
-    parameters = [layer.parameters for layer in traced.layers]
+    parameters = [layer.trained for layer in traced.layers]
     try:
         optimizer_state = jax.eval_shape(settings.optimizer.init, parameters)
     except Exception:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import shapes_text
@@ -277,6 +278,7 @@ class _ModelLeaves(NamedTuple):
       values: abstract arrays.
       given: the values that the user gave, or None.
       specs: names of dims, see `Layer`; None if nothing is named.
+      variables: NNX variables, see `Layer`; None if the model has none.
       cut: cuts lists of values of a model into their turns.
     """
 
@@ -284,6 +286,7 @@ class _ModelLeaves(NamedTuple):
     values: tuple[list, list]
     given: tuple[list, list] | None
     specs: list | None
+    variables: list | None
     cut: Callable[[tuple[list, list]], tuple[list, list]] = lambda lists: lists
 
     @classmethod
@@ -293,7 +296,8 @@ class _ModelLeaves(NamedTuple):
         paths, unnamed = ([p for p, _ in jax.tree.leaves_with_path(tree)] for tree in trees)
         specs = jax.tree.leaves(model.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
         given = None if model.given is None else _lists(model.given)
-        return cls((paths, unnamed), _lists(trees), given, specs or None)
+        variables = jax.tree.leaves(model.variables, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        return cls((paths, unnamed), _lists(trees), given, specs or None, variables or None)
 
     def in_turns(self, parameters: Mapping[int, int], state: Mapping[int, int]) -> "_ModelLeaves":
         """The leaves, some of them cut into their turns: number of a leaf -> axis."""
@@ -314,8 +318,11 @@ class _ModelLeaves(NamedTuple):
         specs = None
         if self.specs is not None:
             specs = [spec for i, spec in enumerate(self.specs) for spec in _specs_of_turns(spec, turns[0].get(i))]
+        variables = None
+        if self.variables is not None:
+            variables = [v for i, v in enumerate(self.variables) for _ in turns[0].get(i, [None])]
         given = None if self.given is None else cut(self.given)
-        return _ModelLeaves((paths, unnamed), cut(self.values), given, specs, cut)
+        return _ModelLeaves((paths, unnamed), cut(self.values), given, specs, variables, cut)
 
     def chosen(self, leaves: Sequence, role: int, numbers: Sequence[int]) -> dict:
         """Some of the leaves of a role, as a nested dict."""
@@ -394,6 +401,7 @@ def _segment(
         # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
         alike=None if model.state else (trained.text, evaluated.text, trained.is_last),
         specs={} if leaves.specs is None else leaves.chosen(leaves.specs, 0, numbers[0]),
+        variables={} if leaves.variables is None else leaves.chosen(leaves.variables, 0, numbers[0]),
         has_batch_norm=model.has_batch_norm,
     )
 

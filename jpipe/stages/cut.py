@@ -53,7 +53,7 @@ class LayerRun:
       stash: `(name, leaves)` of the skips that start here. A run with skips is one layer.
       pop: `(name, leaves)` of the skips that end here.
       parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
-      gradients: the sums of their gradients.
+      gradients: the sums of the gradients of those that are trained.
       state: places of one layer's mutable state.
       statistics: places of the statistics of a minibatch, kept until the state moves.
       input_stash: places of the stashed values that only the input gradient reads.
@@ -142,7 +142,8 @@ class Stages:
       programs: the programs.
       program_of_stage: position in `programs` of the program of each stage.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
-      parameters: the packing of the weights; one owner per program, then one per unit of `vocabulary`.
+      parameters: the packing of the weights; one owner per program, then one per unit of `vocabulary`. Those that are
+        frozen are in arrays of their own.
       accumulators: the packing of the gradients that are summed as they are.
       factors: the packing of the factors of all other gradients.
       state: the packing of mutable state.
@@ -346,7 +347,7 @@ def devices_of_use(name: str, devices: Sequence[Sequence[int]] | None) -> Sequen
     Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one
     microbatch after the other have slots of their own.
     """
-    if name in ("parameters", "gradients", "optimizer_state", "state", "statistics"):
+    if name in ("parameters", "frozen", "gradients", "optimizer_state", "state", "statistics"):
         return devices
     one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     return devices if one_device else None
@@ -427,30 +428,32 @@ def cut(
             leaves, k = _leaves(traced, name, signature.kind), signature.kind
             if name == "statistics":
                 leaves = [with_device_dim(leaf, devices) for leaf in leaves]
-            on_host = weights_on_host if name == "parameters" else set()
-            return _to_host(leaves, k, on_host, offload)
+            if name in _NUMBERS_OF:
+                leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
+            return leaves
 
         packings[name] = groups.pack(
             leaves_of,
             [traced.of_microbatch(a) for a in loss],
             devices_of_use(name, devices),
-            tight=name == "parameters",
-            occupancy=vectors.weights if name in ("parameters", "state", "statistics") else vectors.stashes,
+            tight=name in _NUMBERS_OF,
+            occupancy=vectors.weights if name in (*_NUMBERS_OF, "state", "statistics") else vectors.stashes,
         )
     tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
-    on_host = _on_host(traced, inner, offload.gradients)
+    on_host = _on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
     sums = [
         gradient_sums.for_layer(
             kind,
-            _to_host(_leaves(traced, "parameters", k), k, on_host, offload),
-            [j for tied_kind, j in tied if tied_kind == k],
+            _to_host(_leaves(traced, "parameters", k), _numbers(traced, "parameters", k), on_host, offload),
+            [n for n, j in enumerate(kind.trained) if (k, j) in tied],
         )
         for k, kind in enumerate(traced.layer_kinds)
     ]
+    packings["frozen"] = packings["frozen"].named("frozen")
     packings |= _pack_sums(groups, sums, devices, vectors)
     programs = [_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))]
     units = [unit.packing for unit in vocabulary_layers.units]
-    packings["parameters"] = packings["parameters"].beside(units)
+    packings["parameters"] = packings["parameters"].with_constants(packings.pop("frozen")).beside(units)
     packings["accumulators"] = packings["accumulators"].beside(map(gradient_sums.packing_of, units))
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
@@ -515,9 +518,15 @@ class _Signature(NamedTuple):
     pop: tuple[str, ...]
 
 
+# Use of weights -> the positions among the parameters of a layer.
+_NUMBERS_OF: dict[str, Callable[[LayerProgram], tuple[int, ...]]] = {
+    "parameters": lambda kind: kind.trained,
+    "frozen": lambda kind: kind.frozen,
+}
 # Use -> abstract leaves of one layer of kind k.
 _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
-    "parameters": lambda traced, k: traced.layer_kinds[k].parameters,
+    "parameters": lambda traced, k: _weights_of(traced.layer_kinds[k].parameters, traced, "parameters", k),
+    "frozen": lambda traced, k: _weights_of(traced.layer_kinds[k].parameters, traced, "frozen", k),
     "state": lambda traced, k: traced.mutable[k].leaves,
     "statistics": lambda traced, k: traced.mutable[k].statistics,
     "input_stash": lambda traced, k: traced.layer_kinds[k].stashed("input_stash"),
@@ -526,10 +535,21 @@ _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
 }
 # Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
 _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
-    "parameters": lambda traced, k: traced.specs[k],
+    "parameters": lambda traced, k: _weights_of(traced.specs[k], traced, "parameters", k),
+    "frozen": lambda traced, k: _weights_of(traced.specs[k], traced, "frozen", k),
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
     "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
 }
+
+
+def _weights_of(values: Sequence, traced: Traced, use: str, k: int) -> list:
+    """The values of those parameters of a layer of kind k that have a use."""
+    return [values[j] for j in _NUMBERS_OF[use](traced.layer_kinds[k])]
+
+
+def _numbers(traced: Traced, use: str, k: int) -> list[tuple[int, int]]:
+    """`(k, position)` of the parameters of a layer of kind k that have a use."""
+    return [(k, j) for j in _NUMBERS_OF[use](traced.layer_kinds[k])]
 
 
 def with_device_dim(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
@@ -555,10 +575,17 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
 
 
-def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]]:
-    """`(kind of layer, leaf)` of the weights in host memory: the largest that have a share of all bytes."""
+def _on_host(
+    traced: Traced,
+    layers: range,
+    share: float,
+    numbers: Callable[[LayerProgram], Iterable[int]] = lambda kind: range(len(kind.parameters)),
+) -> set[tuple[int, int]]:
+    """`(kind of layer, leaf)` of the weights in host memory: the largest of some numbers that have a share of their
+    bytes.
+    """
     sizes = {
-        (k, j): num_bytes([aval]) for k, kind in enumerate(traced.layer_kinds) for j, aval in enumerate(kind.parameters)
+        (k, j): num_bytes([kind.parameters[j]]) for k, kind in enumerate(traced.layer_kinds) for j in numbers(kind)
     }
     count = collections.Counter(traced.kind_of_layer[i] for i in layers)
     wanted = share * sum(n * count[k] for (k, _), n in sizes.items())
@@ -573,10 +600,11 @@ def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]
     return on_host
 
 
-def _to_host(leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload) -> list[Leaf]:
-    """Puts those of the leaves of a layer of kind k in host memory that `on_host` names."""
+def _to_host(leaves: Sequence[Leaf], names: Sequence, on_host: Container, offload: Offload) -> list[Leaf]:
+    """Puts those of the leaves in host memory whose names `on_host` has."""
     return [
-        leaf._replace(on_host=True, chunk=offload.chunk) if (k, j) in on_host else leaf for j, leaf in enumerate(leaves)
+        leaf._replace(on_host=True, chunk=offload.chunk) if name in on_host else leaf
+        for leaf, name in zip(leaves, names, strict=True)
     ]
 
 
@@ -619,6 +647,12 @@ def _stage_program(
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
             for name, leaves_of in _LEAVES_OF.items()
         }
+        weight_places = {
+            j: place
+            for use, numbers in _NUMBERS_OF.items()
+            for j, place in zip(numbers(traced.layer_kinds[k]), run_places.pop(use), strict=True)
+        }
+        run_places["parameters"] = tuple(weight_places[j] for j in range(len(weight_places)))
         sum_places = {SUMS: places["accumulators"], FACTORS: places["factors"]}
         run_places["gradients"] = tuple(
             PlacedSum(gradient_sum, tuple(itertools.islice(sum_places[gradient_sum.group], len(gradient_sum.leaves))))

@@ -131,13 +131,14 @@ def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> Any:
 def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> Any:
     """The tree of the model that the optimizer sees, with None for other layers than the given ones.
 
-    A tied weight appears once, in the first of its layers.
+    A tied weight appears once, in the first of its layers. Frozen weights are None.
     """
-    tied_copies = {copy for copies in stages.ties for copy in copies[1:]}
+    unseen = {copy for copies in stages.ties for copy in copies[1:]}
+    unseen |= {(i, j) for i in layers for j in stages.layers[i].frozen}
     trees: list = [None] * len(stages.layers)
     for i in layers:
         leaves, tree = jax.tree.flatten(per_layer[i])
-        kept = [None if (i, j) in tied_copies else a for j, a in enumerate(leaves)]
+        kept = [None if (i, j) in unseen else a for j, a in enumerate(leaves)]
         trees[i] = tree.unflatten(kept)
     return joined(stages.layers, trees)
 
@@ -168,9 +169,9 @@ class _Placed(NamedTuple):
 def _leaf_copies(stages: Stages, owner: int) -> tuple[tuple[_Placed, ...], ...]:
     """The copies of each leaf of `seen_by_optimizer` on a stage, or on another of `Stages.owners`."""
     places = {
-        (layer, j): _Placed(place, gradient, row)
+        (layer, j): _Placed(run.parameters[j], gradient, row)
         for layer, run, row in stages.layer_runs(owner)
-        for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients, strict=True))
+        for j, gradient in zip(stages.layer_kinds[run.kind].trained, run.gradients, strict=True)
     }
     copies = {leaf: [place] for leaf, place in places.items()}
     for first, *others in stages.ties:

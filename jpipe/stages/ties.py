@@ -22,7 +22,7 @@ def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[in
 
     Raises:
       ValueError: if a layer or a path does not exist, a parameter appears twice, or tied parameters
-        differ in shape or dtype.
+        differ in shape or dtype, or in whether they are trained.
     """
     resolved: list[tuple] = []
     owner: dict[tuple, int] = {}
@@ -55,6 +55,12 @@ def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[in
             raise ValueError(
                 f"`ties[{t}]`: tied parameters must have one shape and dtype, got {', '.join(texts)}. A layer that "
                 "needs it transposed transposes it in its call."
+            )
+        frozen = [text for (layer, j), _, text in copies if j in layers[layer].frozen]
+        if 0 < len(frozen) < len(copies):
+            raise ValueError(
+                f"`ties[{t}]`: {', '.join(text for *_, text in copies)} are one parameter, and `trainable` freezes "
+                f"{', '.join(frozen)} alone. Freeze all of them or none."
             )
         resolved.append(tuple(sorted(copy for copy, _, _ in copies)))
     return resolved

@@ -390,6 +390,7 @@ def _check_layer(layer: Layer, index: int, num_layers: int, leaves: Sequence[Par
         )
     problems = {
         "has mutable state": jax.tree.leaves(layer.state),
+        "has frozen parameters": layer.frozen,
         "has skips": layer.stash or layer.pop,
         "has a parameter without dims": any(not leaf.aval.shape for leaf in leaves),
     }
