@@ -59,7 +59,7 @@ def version_rows(
       newest: see `VersionRows`.
       reads_stale: whether updates read the weights that their gradients were computed at.
     """
-    num_versions, stale = _num_versions(schedule), None
+    num_versions, stale = num_versions_of(schedule), None
     if reads_stale and not schedule.forward_only:
         stale = schedule.facts().forward_delay.astype(int)
         # An update reads a version before it overwrites that version's slot.
@@ -78,10 +78,10 @@ def has_one_row(schedule: Schedule) -> bool:
     """Returns whether every device has one stage, and one version of its weights."""
     stages = {*zip(schedule.device.tolist(), schedule.stage.tolist())}
     one_stage = len(stages) == len({device for device, _ in stages})
-    return one_stage and int(_num_versions(schedule).max()) == 1
+    return one_stage and int(num_versions_of(schedule).max()) == 1
 
 
-def _num_versions(schedule: Schedule) -> np.ndarray:
+def num_versions_of(schedule: Schedule) -> np.ndarray:
     """The smallest V such that version v is last read before version v + V overwrites it, int `[S]`."""
     num_versions = np.ones(schedule.num_stages, int)
     if schedule.forward_only:

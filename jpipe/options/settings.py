@@ -23,6 +23,7 @@ from jpipe.layers.trace import (
 )
 from jpipe.layers.trainable import ALL, Trainable
 from jpipe.lowering.target import target_of
+from jpipe.lowering.versions import num_versions_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.options.checks import batch_size
 from jpipe.options.communication import Communication
@@ -265,6 +266,8 @@ class Settings:
             gradient_sums=self.numbers.gradient_sums(self.communication.accumulate_gradients),
             devices=self.schedule.copies,
             offload=self.offload,
+            num_versions=num_versions_of(self.schedule).tolist(),
+            hooked=bool(self.hooks),
         )
 
 

@@ -352,8 +352,8 @@ def _state_layout(
 
         return groups.pack(
             leaves,
-            [*map(Leaf, loss)],
-            devices_of_use(name, schedule.copies),
+            last=[*map(Leaf, loss)],
+            devices=devices_of_use(name, schedule.copies),
             tight=name in ("parameters", "gradients", "optimizer_state"),
         )
 

@@ -11,6 +11,7 @@ Letters: S stages.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -303,15 +304,15 @@ class Groups(NamedTuple):
 
     def pack(
         self,
-        leaves_of: Callable[[Any], Iterable[Leaf]],
+        *uses: Callable[[Any], Iterable[Leaf]],
         last: Sequence[Leaf] = (),
         devices: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> Packing:
-        """Packs the leaves that layers have for one use, such as their parameters.
+        """Packs the leaves that layers have for some uses, such as their parameters.
 
         Args:
-          leaves_of: kind -> leaves of one layer.
+          *uses: kind -> leaves of one layer. Those of the first use come first.
           last: further leaves of the last stage.
           devices: see `devices_of_owners`. For arrays with rows for the stages that use them.
           **options: `occupancy` and `tight` of `Packing.of`.
@@ -320,12 +321,65 @@ class Groups(NamedTuple):
           A packing with one owner per program.
         """
         owners = [
-            [leaf._replace(count=n) for kind, n in zip(signature, longest, strict=True) for leaf in leaves_of(kind)]
+            [
+                leaf._replace(count=n)
+                for leaves_of in uses
+                for kind, n in zip(signature, longest, strict=True)
+                for leaf in leaves_of(kind)
+            ]
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
         owner_devices = devices_of_owners(self.program_of_stage, devices)
         return Packing.of(owners, devices=owner_devices, **options)
+
+
+def pack_weights(
+    groups: Groups,
+    trained: Callable[[Any], Iterable[Leaf]],
+    frozen: Callable[[Any], Iterable[Leaf]],
+    devices: Sequence[Sequence[int]] | None,
+    num_versions: Sequence[int],
+    *,
+    hooked: bool,
+    **options: Any,
+) -> Packing:
+    """Packs the weights, for each owner those that are trained and then those that are frozen.
+
+    Frozen weights are in arrays of their own, with one version. But every device allocates each array for its largest
+    stage, and if some stages are frozen and others trained, they take less in the same arrays.
+
+    Args:
+      groups: the stages.
+      trained: kind -> the trained weights of one layer.
+      frozen: kind -> its frozen weights.
+      devices: see `devices_of_owners`.
+      num_versions: number of versions of the trained weights of each stage.
+      hooked: whether passes read other weights than those that are updated, which frozen weights cannot lie beside.
+      **options: see `Groups.pack`.
+    """
+    of_trained = groups.pack(trained, devices=devices, **options)
+    apart = of_trained.with_constants(groups.pack(frozen, devices=devices, **options).named("frozen"))
+    if hooked or not apart.constant:
+        return apart
+    together = groups.pack(trained, frozen, devices=devices, **options)
+    pairs = zip(together.places, of_trained.places, strict=True)
+    written = {place.array for places, first in pairs for place in places[: len(first)]}
+    together = dataclasses.replace(together, constant=frozenset(together.arrays.keys() - written))
+    devices_of_stage = [[s] for s, _ in enumerate(groups.program_of_stage)] if devices is None else devices
+
+    def allocated(pack: Packing) -> int:
+        total = 0
+        for name, row_bytes in pack.row_bytes.items():
+            rows: collections.Counter[int] = collections.Counter()
+            for s, owner in enumerate(groups.program_of_stage):
+                if any(place.array == name for place in pack.places[owner]):
+                    for d in devices_of_stage[s]:
+                        rows[d] += 1 if name in pack.constant else int(num_versions[s])
+            total += row_bytes * max(rows.values())
+        return total
+
+    return min(apart, together, key=allocated)
 
 
 def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
@@ -390,6 +444,8 @@ def cut(
     gradient_sums: GradientSums = AS_PARAMETERS,
     devices: Sequence[Sequence[int]] | None = None,
     offload: Offload = NO_OFFLOAD,
+    num_versions: Sequence[int] | None = None,
+    hooked: bool = False,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -404,6 +460,8 @@ def cut(
       gradient_sums: the sums of the gradients.
       devices: the devices of the copies of each stage; None: every stage is on a device of its own.
       offload: the part of the weights that is in host memory.
+      num_versions: number of versions of the weights of each stage; None: one.
+      hooked: see `pack_weights`.
 
     Raises:
       ValueError: if a message cannot be compressed.
@@ -419,25 +477,34 @@ def cut(
     weights_on_host = _on_host(traced, inner, offload.weights)
     vectors = _FEW if target.few_arrays else Vectors()
     packings = {}
-    for name in _LEAVES_OF:
+
+    def leaves_of(name: str, signature: _Signature) -> list[Leaf]:
+        leaves, k = _leaves(traced, name, signature.kind), signature.kind
+        if name == "statistics":
+            leaves = [with_device_dim(leaf, devices) for leaf in leaves]
+        if name in _NUMBERS_OF:
+            leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
+        return leaves
+
+    packings["parameters"] = pack_weights(
+        groups,
+        functools.partial(leaves_of, "parameters"),
+        functools.partial(leaves_of, "frozen"),
+        devices_of_use("parameters", devices),
+        num_versions or [1] * num_stages,
+        hooked=hooked,
+        tight=True,
+        occupancy=vectors.weights,
+    )
+    for name in (name for name in _LEAVES_OF if name not in _NUMBERS_OF):
         loss: tuple = ()
         if name == "input_stash" and vocabulary_layers.head is None:
             loss = traced.loss.stash if isinstance(traced, TrainingTrace) else ()
-
-        def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
-            leaves, k = _leaves(traced, name, signature.kind), signature.kind
-            if name == "statistics":
-                leaves = [with_device_dim(leaf, devices) for leaf in leaves]
-            if name in _NUMBERS_OF:
-                leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
-            return leaves
-
         packings[name] = groups.pack(
-            leaves_of,
-            [traced.of_microbatch(a) for a in loss],
-            devices_of_use(name, devices),
-            tight=name in _NUMBERS_OF,
-            occupancy=vectors.weights if name in (*_NUMBERS_OF, "state", "statistics") else vectors.stashes,
+            functools.partial(leaves_of, name),
+            last=[traced.of_microbatch(a) for a in loss],
+            devices=devices_of_use(name, devices),
+            occupancy=vectors.weights if name in ("state", "statistics") else vectors.stashes,
         )
     tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
     on_host = _on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
@@ -449,11 +516,10 @@ def cut(
         )
         for k, kind in enumerate(traced.layer_kinds)
     ]
-    packings["frozen"] = packings["frozen"].named("frozen")
     packings |= _pack_sums(groups, sums, devices, vectors)
     programs = [_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))]
     units = [unit.packing for unit in vocabulary_layers.units]
-    packings["parameters"] = packings["parameters"].with_constants(packings.pop("frozen")).beside(units)
+    packings["parameters"] = packings["parameters"].beside(units)
     packings["accumulators"] = packings["accumulators"].beside(map(gradient_sums.packing_of, units))
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
@@ -636,6 +702,10 @@ def _stage_program(
 ) -> StageProgram:
     """Builds program number p, with the places of its leaves."""
     places = {name: iter(packing.places[p]) for name, packing in packings.items()}
+    kinds = [traced.layer_kinds[signature.kind] for signature in groups.signatures[p]]
+    # The frozen weights of all runs come after the trained ones.
+    num_trained = sum(len(kind.trained) for kind in kinds)
+    places["frozen"] = itertools.islice(packings["parameters"].places[p], num_trained, None)
 
     def skips(names: Sequence[str]) -> tuple[tuple[str, tuple], ...]:
         return tuple((name, traced.skips[name][2]) for name in names)
