@@ -199,13 +199,17 @@ def _used_bytes(program: Program) -> float:
     # Tied parameters of a unit have one place.
     for number, copies in enumerate(engine.lowered.owner_copies):
         runs = stages.layer_runs(number)
-        weight_places = {(place, row) for _, run, row in runs for place in run.parameters}
+        weight_places = {
+            (place, row): j in stages.layer_kinds[run.kind].frozen
+            for _, run, row in runs
+            for j, place in enumerate(run.parameters)
+        }
         gradient_places = {(place, row) for _, run, row in runs for place in run.gradient_places}
         num_versions = int(engine.lowered.rows.num_versions[engine.lowered.owner_homes[number]])
         weights += sum(
-            (1 if place.array in stages.parameters.constant else num_versions)
+            (1 if is_frozen else num_versions)
             * _held_bytes(layout, stages.parameters.arrays, place, parted.get(place), len(copies))
-            for place, _ in weight_places
+            for (place, _), is_frozen in weight_places.items()
         )
         gradients += sum(
             _held_bytes(layout, accumulators, place, parted.get(place), len(copies)) for place, _ in gradient_places

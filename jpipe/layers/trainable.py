@@ -1,6 +1,7 @@
 """The parameters of a model that are trained; all others are frozen."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class Trainable:
         """
         if self is ALL:
             return layer
-        values = jax.tree.leaves(layer.variables, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+        values = jax.tree.leaves(layer.variables, is_leaf=_is_variable)
         paths = _paths([layer], index)
         values = values or jax.tree.leaves(layer.parameters)
         trained = [self._trains(*path, value) for path, value in zip(paths, values, strict=True)]
@@ -87,10 +88,15 @@ class Trainable:
             if key not in chosen:
                 raise ValueError(
                     f"`trainable` says nothing about the parameter {_text(path)}: there is no entry "
-                    f"{_text(path[: depth + 1])} in it. Give a bool or a filter for each parameter, or for all under a "
-                    "key."
+                    f"{_text(path[: depth + 1])} in it, only {_keys(chosen)}. Give a bool or a filter for each "
+                    "parameter, or for all under a key."
                 )
             chosen = chosen[key]
+        if isinstance(chosen, Mapping):
+            raise ValueError(
+                f"`trainable` has entries under the parameter {_text(path)}, {_keys(chosen)}, and the parameter is one "
+                "array. Give a bool or a filter for it."
+            )
         try:
             answer = _label(_predicate(chosen)(path_in_layer, value))
         except Exception as error:
@@ -132,15 +138,29 @@ class Trainable:
                         f"`trainable` names {shown(named)}, which is in the path of no parameter.{hint} {listed}"
                     )
         if all(len(layer.frozen) == len(jax.tree.leaves(layer.parameters)) for layer in layers):
-            advice = f"Give {_FORMS}."
-            if isinstance(self.tree, str):
-                key = f"`nnx.PathContains({self.tree!r})`"
-                advice = f"A text is a tag of variables: select by a key of the path with {key}."
-            raise ValueError(f"`trainable` selects no parameter, got {shown(self.tree)}. {advice} {listed}")
+            chosen = shown(getattr(self.tree, "__name__", self.tree) if isinstance(self.tree, type) else self.tree)
+            raise ValueError(f"`trainable` selects no parameter, got {chosen}. {self._advice(layers)} {listed}")
+
+    def _advice(self, layers: Sequence[Layer]) -> str:
+        """What to give in the place of a choice that trains nothing."""
+        if isinstance(self.tree, str):
+            key = f"`nnx.PathContains({self.tree!r})`"
+            return f"A text is a tag of variables: select by a key of the path with {key}."
+        if isinstance(self.tree, type):
+            variables = [jax.tree.leaves(layer.variables, is_leaf=_is_variable) for layer in layers]
+            types = sorted({type(variable).__name__ for variable in itertools.chain(*variables)})
+            if types:
+                return f"The types of its variables are {', '.join(types)}."
+            return "Only the variables of NNX modules have types: select by paths."
+        return f"Give {_FORMS}."
 
 
 ALL = Trainable(True)
 """All parameters are trained."""
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
 
 
 def _paths(layers: Sequence[Layer], first: int = 0) -> list[tuple[Path, Path]]:
@@ -168,7 +188,7 @@ def _as_tree(choice: Any, path: Path = ()) -> Any:
         return {key: _as_tree(entry, (*path, key)) for key, entry in entries.items()}
     try:
         _predicate(choice)
-    except TypeError:
+    except Exception:
         where = f" for {_text(path)}" if path else ""
         raise ValueError(f"`trainable` must be {_FORMS}, got {shown(choice)}{where}.") from None
     return choice
@@ -217,6 +237,11 @@ def _named_paths(chosen: Any) -> Iterator[tuple[Any, Callable[[Path, Any], bool]
 def _text(path: Path) -> str:
     """A path in words of a message."""
     return repr(".".join(map(str, path)))
+
+
+def _keys(tree: Mapping) -> str:
+    """The keys of a dict."""
+    return ", ".join(map(shown, tree)) or "none"
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -49,20 +49,20 @@ def weights(builder: Builder, _: int) -> list[Block]:
     shapes = builder.layout["parameters"].shapes
     for s in builder.held:
         for layer, run, _ in builder.stages.layer_runs(s):
+            kind = builder.stages.layer_kinds[run.kind]
+            name, reads = f"{builder.words(s, layer)}: weights", _version_reads(builder, s, layer)
+            of: dict[str, Any] = dict(layers=(layer, layer + 1))
             # Those in host memory are on the device while their layer runs, as temporaries.
-            size = builder.layout.leaf_bytes(
-                [place for place in run.parameters if not place.on_host],
-                builder.stages.parameters.arrays,
+            trained, frozen = (
+                builder.layout.leaf_bytes(
+                    [run.parameters[j] for j in numbers if not run.parameters[j].on_host],
+                    builder.stages.parameters.arrays,
+                )
+                for numbers in (kind.trained, kind.frozen)
             )
-            blocks += _versions(
-                builder,
-                f"{builder.words(s, layer)}: weights",
-                size,
-                s,
-                layer,
-                _version_reads(builder, s, layer),
-                layers=(layer, layer + 1),
-            )
+            blocks += _versions(builder, name, trained, s, layer, reads, **of)
+            if frozen:
+                blocks.append(builder.always(f"{name}, frozen", "weights", frozen, reads, stage=s, **of))
     for unit in builder.stages.vocabulary.units:
         size = builder.unit_bytes(shapes, unit)
         V = int(builder.lowered.rows.num_versions[unit.home])
@@ -79,7 +79,8 @@ def read_weights(builder: Builder, _: int) -> list[Block]:
     for hooked in builder.layout["read_parameters"].shapes:
         for s in builder.held:
             for layer, run, _ in builder.stages.layer_runs(s):
-                size = builder.layout.leaf_bytes(run.parameters, builder.stages.parameters.arrays)
+                trained = [run.parameters[j] for j in builder.stages.layer_kinds[run.kind].trained]
+                size = builder.layout.leaf_bytes(trained, builder.stages.parameters.arrays)
                 reads = [
                     (builder.in_layer(name, c, tick, layer), "read")
                     for c in builder.columns_of(s)

@@ -34,7 +34,7 @@ from jpipe.segments import Model
 from jpipe.segments.trace import Tracing
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
-from jpipe.stages.extra_args import read_delays, rereads_weights
+from jpipe.stages.extra_args import hooked_passes, read_delays, rereads_weights
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.ties import resolve_ties
 
@@ -267,7 +267,7 @@ class Settings:
             devices=self.schedule.copies,
             offload=self.offload,
             num_versions=num_versions_of(self.schedule).tolist(),
-            hooked=bool(self.hooks),
+            hooked=bool(hooked_passes(self.schedule, self.hooks)),
         )
 
 

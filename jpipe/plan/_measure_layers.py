@@ -73,7 +73,7 @@ def measure_layers(
             progress(f"{name} of {len(group)} kinds of layer")
             members = {}
             for k in group:
-                if name == "input_grad" and "backward" in results[k] and not subjects[k].kind.parameters:
+                if name == "input_grad" and "backward" in results[k] and not subjects[k].kind.trained:
                     results[k][name] = results[k]["backward"]
                 elif subjects[k].has(name):
                     members[k] = subjects[k].member(name)
@@ -166,14 +166,17 @@ class _Subject:
         leaves: dict[str, Sequence] = {n: kind.stashed(n) for n in _STASHES}
         leaves |= {
             "parameters": weights,
+            "gradients": kind.trained_parameters,
             "state": state,
             "split_residuals": kind.split_residuals,
         }
         self.packs = {n: Packing.of([[*map(Leaf, avals)]]) for n, avals in leaves.items()}
         places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
         sums = tuple(
-            PlacedSum(AS_PARAMETERS.plain(Leaf(a)), (place,)) for a, place in zip(kind.parameters, places["parameters"])
+            PlacedSum(AS_PARAMETERS.plain(Leaf(kind.parameters[j])), (places["gradients"][n],))
+            for n, j in enumerate(kind.trained)
         )
+        places.pop("gradients")
         self._run = LayerRun(0, 1, stash=(), pop=(), gradients=sums, **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
@@ -191,9 +194,9 @@ class _Subject:
     def has(self, name: str) -> bool:
         """Returns whether a program has anything to compute."""
         return {
-            "backward": bool(self._input_grads or self.kind.parameters),
+            "backward": bool(self._input_grads or self.kind.trained),
             "input_grad": bool(self._input_grads),
-            "weight_grad": bool(self.kind.parameters),
+            "weight_grad": bool(self.kind.trained),
         }.get(name, True)
 
     def member(self, name: str) -> TimedProgram:
@@ -209,7 +212,7 @@ class _Subject:
             "outputs": lambda: zeros(list(self.kind.outputs)),
             "aux": lambda: zeros(list(self.kind.aux)),
             "input_grads": lambda: zeros(list(self._input_grads)),
-            "gradients": lambda: self._empty("parameters", self.num_rows),
+            "gradients": lambda: self._empty("gradients", self.num_rows),
         }
         for ring in (*_STASHES, "split_residuals"):
             empty[ring] = functools.partial(self._empty, ring, SLOTS)

@@ -45,7 +45,7 @@ class LayerUpdate(NamedTuple):
 def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[int]]:
     """The distinct updates of the layers, and the number of each layer's update."""
     optimizer = optax.with_extra_args_support(optimizer)
-    everything = [layer.parameters for layer in traced.layers]
+    everything = [layer.trained for layer in traced.layers]
     norm_dtype = real_dtype(everything)
     extra = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
     update_of_text: dict[str, LayerUpdate] = {}

@@ -19,6 +19,7 @@ from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
+from jpipe.lowering.versions import num_versions_of
 from jpipe.options.communication import message_compression
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
@@ -26,7 +27,7 @@ from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.cut import check_boundaries, devices_of_use, group, with_device_dim
+from jpipe.stages.cut import check_boundaries, devices_of_use, group, pack_weights, with_device_dim
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.offload import NO_OFFLOAD, HostMoves, Offload
@@ -288,7 +289,7 @@ def predict_memory(
     moved += moves.gradients * on_host["gradients"]
     moved += moves.weights * offload.weights * one_version
     moved += sum(2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max()) for ring, spill in lowered.spills.items())
-    largest_layer = max(layer.parameter_bytes for layer in layers)
+    largest_layer = max(layer.parameter_bytes + layer.frozen_bytes for layer in layers)
     # The weights of a layer come while the layer before runs.
     for name, num_layers in (("weights", 2), ("gradients", 1)):
         slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
@@ -340,21 +341,20 @@ def _state_layout(
     kinds = [(layer.kind, layer.stash, layer.pop) for layer in layers]
     groups, layer_of_kind = group(kinds, starts), dict(zip(kinds, layers))
 
+    def leaves(name: str, kind: Any) -> list[Leaf]:
+        leaves_of_kind = [*map(Leaf, layer_of_kind[kind].avals(name))]
+        if name == "statistics":
+            return [with_device_dim(leaf, schedule.copies) for leaf in leaves_of_kind]
+        return leaves_of_kind
+
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
-
-        def leaves(kind: Any) -> list[Leaf]:
-            leaves_of_kind = [*map(Leaf, layer_of_kind[kind].avals(name))]
-            if name == "statistics":
-                return [with_device_dim(leaf, schedule.copies) for leaf in leaves_of_kind]
-            return leaves_of_kind
-
         return groups.pack(
-            leaves,
+            functools.partial(leaves, name),
             last=[*map(Leaf, loss)],
             devices=devices_of_use(name, schedule.copies),
-            tight=name in ("parameters", "gradients", "optimizer_state"),
+            tight=name in ("gradients", "optimizer_state"),
         )
 
     routes = _routes(profile, starts, compress_messages)
@@ -366,7 +366,17 @@ def _state_layout(
         reads_stale=STALE_PARAMS in profile.reads,
     )
     used = functools.partial(used_arrays, owner_of_stage=groups.program_of_stage)
-    parameters, accumulators = packed("parameters"), packed("gradients")
+    hooked = hooked_passes(schedule, profile.reads)
+    parameters = pack_weights(
+        groups,
+        functools.partial(leaves, "parameters"),
+        functools.partial(leaves, "frozen"),
+        schedule.copies,
+        num_versions_of(schedule).tolist(),
+        hooked=bool(hooked),
+        tight=True,
+    )
+    accumulators = packed("gradients")
     packings = StatePackings(
         parameters=parameters,
         accumulators=accumulators,
@@ -386,7 +396,7 @@ def _state_layout(
         )
         if pack is not None
     }
-    rows["parameters"] = ArrayRows.per_version(lowered, parameters.arrays, used(parameters))
+    rows["parameters"] = ArrayRows.per_version(lowered, parameters.arrays, used(parameters), parameters.constant)
     for ring, pack in packings.rings.items():
         rows[ring] = ArrayRows.per_slot(lowered, ring, pack.arrays, used(pack))
     facts = StateFacts(
@@ -396,12 +406,12 @@ def _state_layout(
         array_rows=rows,
         # The profile knows the bytes of a microbatch, and not its arrays.
         microbatch=jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8),
-        hooked_passes=hooked_passes(schedule, profile.reads),
+        hooked_passes=hooked,
         norm_dtype=real_dtype([layer.avals("parameters") for layer in layers]),
         gradient_compression=_gradient_compression(accumulators, rows["gradients"], compressor),
     )
-    gradient_rows = ArrayRows.per_stage(lowered, parameters.arrays, used(parameters))
-    return lowered, layout_of(facts), gradient_rows.num_bytes(parameters)
+    rows_of_stages = ArrayRows.per_stage(lowered, parameters.arrays, used(parameters))
+    return lowered, layout_of(facts), rows_of_stages.num_bytes(parameters)
 
 
 _UNPADDED = "cpu"

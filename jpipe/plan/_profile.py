@@ -51,7 +51,7 @@ class LayerProfile:
       full_input_stash, full_weight_stash: the same stashes if the backward computes nothing again from
         weights.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
-      parameters: the weights.
+      parameters: the weights that are trained.
       gradients: the arrays in which their gradients are summed over microbatches.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
       state: the mutable state.
@@ -59,6 +59,7 @@ class LayerProfile:
       temporary_bytes: the most bytes that a measured program needs beside all these.
       stash: names of the skips that start here.
       pop: names of the skips that end here.
+      frozen: the weights that are not trained.
     """
 
     name: str
@@ -84,6 +85,7 @@ class LayerProfile:
     temporary_bytes: int
     stash: tuple[str, ...]
     pop: tuple[str, ...]
+    frozen: tuple[jax.ShapeDtypeStruct, ...] = ()
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
@@ -116,8 +118,13 @@ class LayerProfile:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of the weights."""
+        """Bytes of the weights that are trained."""
         return num_bytes(self.parameters)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the weights that are not trained."""
+        return num_bytes(self.frozen)
 
     @property
     def gradient_bytes(self) -> int:
@@ -140,7 +147,8 @@ class LayerProfile:
 
         Weights, gradients, optimizer state and mutable state.
         """
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + num_bytes(self.state)
+        weights = self.parameter_bytes + self.frozen_bytes
+        return weights + self.gradient_bytes + self.optimizer_bytes + num_bytes(self.state)
 
 
 def programs_of(operation: str, recompute: str = "none") -> tuple[str, ...]:

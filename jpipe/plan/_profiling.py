@@ -125,8 +125,9 @@ def profile(
             outputs(traced.layer_kinds[k]),
             name=layer.name,
             kind=k,
-            parameters=traced.layer_kinds[k].parameters,
-            gradients=_gradients(traced.layer_kinds[k].parameters, sums),
+            parameters=traced.layer_kinds[k].trained_parameters,
+            frozen=tuple(traced.layer_kinds[k].parameters[j] for j in traced.layer_kinds[k].frozen),
+            gradients=_gradients(traced.layer_kinds[k].trained_parameters, sums),
             optimizer_state=abstract(tuple(updates[u].state)),
             state=abstract(tuple(traced.mutable[k].leaves)),
             statistics=abstract(tuple(traced.mutable[k].statistics)),
@@ -150,7 +151,7 @@ def profile(
 def _reads_stale(traced: TrainingTrace, optimizer: optax.GradientTransformation) -> bool:
     """Returns whether the optimizer reads the weights that a gradient was computed at."""
     optimizer = optax.with_extra_args_support(optimizer)
-    tree = [layer.parameters for layer in traced.layers]
+    tree = [layer.trained for layer in traced.layers]
     norm_dtype = real_dtype(tree)
     return flat_update(optimizer, tree, norm_dtype, "the model").reads_stale
 

@@ -142,7 +142,15 @@ def split(
       traced: the operators of the layers, for one microbatch of the profile.
       machine: the devices that split every operator.
       strategy: a configuration per operator.
+
+    Raises:
+      ValueError: if weights are frozen.
     """
+    if any(layer.frozen for layer in profile.layers):
+        raise ValueError(
+            "the search for tensor splits counts gradients of all weights, and `trainable` freezes some. Search with a "
+            "profile of a pipeline without it."
+        )
     T = machine.num_devices
     shares = layer_shares(traced, machine, strategy)
     sizes = {"model": T}
