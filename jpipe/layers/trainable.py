@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,15 +83,16 @@ class Trainable:
         """Returns whether a parameter, an NNX variable or an abstract array, is trained."""
         chosen = self.tree
         for depth, key in enumerate(path):
-            if not isinstance(chosen, Mapping):
+            entries = _entries(chosen, key)
+            if entries is None:
                 break
-            if key not in chosen:
+            if key not in entries:
                 raise ValueError(
                     f"`trainable` says nothing about the parameter {_text(path)}: there is no entry "
-                    f"{_text(path[: depth + 1])} in it, only {_keys(chosen)}. Give a bool or a filter for each "
+                    f"{_text(path[: depth + 1])} in it, only {_keys(entries)}. Give a bool or a filter for each "
                     "parameter, or for all under a key."
                 )
-            chosen = chosen[key]
+            chosen = entries[key]
         if isinstance(chosen, Mapping):
             raise ValueError(
                 f"`trainable` has entries under the parameter {_text(path)}, {_keys(chosen)}, and the parameter is one "
@@ -127,7 +128,7 @@ class Trainable:
         if not is_whole(layers):
             known |= {(i,) for i in range(len(layers))}
         listed = f"The parameters are {_listed([path for path, _ in paths])}."
-        for path, chosen in _leaves(self.tree):
+        for path, chosen in _leaves(self.tree, known):
             if path not in known:
                 hint = did_you_mean(".".join(map(str, path)), [".".join(map(str, other)) for other in known])
                 raise ValueError(f"`trainable` names {_text(path)}, and there is no such parameter.{hint} {listed}")
@@ -179,13 +180,12 @@ def _paths(layers: Sequence[Layer], first: int = 0) -> list[tuple[Path, Path]]:
 
 
 def _as_tree(choice: Any, path: Path = ()) -> Any:
-    """Nested dicts of filters, of a part of a choice at a path. NNX takes a sequence of filters as "any of them"."""
+    """The part of a choice at a path, with dicts in the place of what Flax keeps trees in."""
     choice = as_parameters(choice)
-    entries = dict(choice) if isinstance(choice, Mapping) else {}
-    if isinstance(choice, list | tuple) and all(_is_part_of_tree(entry) for entry in choice):
-        entries = dict(enumerate(choice))
-    if entries or isinstance(choice, Mapping):
-        return {key: _as_tree(entry, (*path, key)) for key, entry in entries.items()}
+    if isinstance(choice, Mapping):
+        return {key: _as_tree(entry, (*path, key)) for key, entry in choice.items()}
+    if type(choice) in (list, tuple):
+        return [_as_tree(entry, (*path, i)) for i, entry in enumerate(choice)]
     try:
         _predicate(choice)
     except Exception:
@@ -194,9 +194,14 @@ def _as_tree(choice: Any, path: Path = ()) -> Any:
     return choice
 
 
-def _is_part_of_tree(entry: Any) -> bool:
-    """Returns whether an entry of a sequence is no filter but a part of a tree of bools."""
-    return isinstance(_label(entry), bool | np.bool_ | Mapping | list | tuple)
+def _entries(chosen: Any, key: Any) -> Mapping | None:
+    """The entries of a node of a choice, of which one is `key`; None: it is a filter.
+
+    NNX takes a sequence as the filter "any of these". Where the parameters are in a list, it has an entry for each.
+    """
+    if isinstance(chosen, list) and isinstance(key, int):
+        return dict(enumerate(chosen))
+    return chosen if isinstance(chosen, Mapping) else None
 
 
 def _label(value: Any) -> Any:
@@ -207,16 +212,20 @@ def _label(value: Any) -> Any:
 def _predicate(chosen: Any) -> Callable[[Path, Any], Any]:
     """A filter as a function of a path and a variable."""
     chosen = _label(chosen)
+    if isinstance(chosen, list) and any(isinstance(_label(entry), bool | np.bool_ | Mapping) for entry in chosen):
+        raise ValueError("a list of bools or dicts stands for a list of modules, and this parameter is in none")
     return filterlib.to_predicate(bool(chosen) if isinstance(chosen, np.bool_) else chosen)
 
 
-def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The filters in a tree, with their paths."""
-    if isinstance(tree, Mapping):
-        for key, inner in tree.items():
-            yield from _leaves(inner, (*path, key))
-    else:
+def _leaves(tree: Any, known: Collection[Path], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The filters in a choice with their paths, where the parameters have these beginnings of paths."""
+    keys = (other[-1] for other in known if other and other[:-1] == path) if isinstance(tree, list) else iter(())
+    entries = _entries(tree, next(keys, None))
+    if entries is None:
         yield path, tree
+        return
+    for key, inner in entries.items():
+        yield from _leaves(inner, known, (*path, key))
 
 
 def _named_paths(chosen: Any) -> Iterator[tuple[Any, Callable[[Path, Any], bool]]]:

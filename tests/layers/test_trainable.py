@@ -107,7 +107,7 @@ FROZEN = {"block_0": False, "block_1": False, "block_2": False}
         ),
         (Stack(), lambda path, leaf: leaf, r"must return a bool, got ShapeDtypeStruct"),
         (Stack(), lambda path, leaf: leaf.bytes, r"fails for the parameter 'block_0.bias': AttributeError"),
-        (Stack(), [True, False], r"nothing about the parameter 'block_0.bias'"),
+        (Stack(), [True, False], r"fails for .* 'block_0.bias': ValueError: a list of bools or dicts stands for"),
         (LAYERS, [True, False], r"has 2 entries for 3 layers\. .* of several `nnx.Any\(\.\.\.\)`"),
         (LAYERS, [True, False, {"kernal": True}], r"nothing about the parameter '2.bias': .*, only 'kernal'"),
         (LAYERS, [None, None, None], r"selects no parameter"),
