@@ -14,7 +14,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean
 from jpipe.layers.flax_nnx import as_parameters
 from jpipe.layers.layer import Layer
-from jpipe.layers.model_tree import is_whole
+from jpipe.layers.model_tree import Turn, is_whole
 
 Path = tuple[Any, ...]
 """Keys of nested dicts, and numbers of entries of lists."""
@@ -167,6 +167,8 @@ def _is_variable(leaf: Any) -> bool:
 def _paths(layers: Sequence[Layer], first: int = 0) -> list[tuple[Path, Path]]:
     """For each parameter of some layers the path in the tree of the model, and the path that filters see.
 
+    All turns of a leaf that a loop reads turn by turn have the path of the leaf.
+
     Args:
       layers: the layers.
       first: the number of the first of them in the model.
@@ -174,7 +176,7 @@ def _paths(layers: Sequence[Layer], first: int = 0) -> list[tuple[Path, Path]]:
     paths = []
     for i, layer in enumerate(layers, first):
         for keys, _ in jax.tree.leaves_with_path(layer.parameters):
-            path = tuple(key.key for key in keys)
+            path = tuple(key.key for key in (keys[:-1] if Turn.at(keys) else keys))
             paths.append((path if is_whole(layers) else (i, *path), path))
     return paths
 
@@ -255,5 +257,6 @@ def _keys(tree: Mapping) -> str:
 
 def _listed(paths: Sequence[Path]) -> str:
     """The first of some paths."""
+    paths = [*dict.fromkeys(paths)]
     few = ", ".join(map(_text, paths[:6]))
     return f"{few} and {len(paths) - 6} more" if len(paths) > 6 else few
