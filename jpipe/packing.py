@@ -235,6 +235,7 @@ class Packing:
       used_bytes: bytes of the leaves of each owner.
       specs: name -> spec of the leaves, for pools whose leaves are split.
       on_host: the names of the arrays in host memory.
+      constant: the names of the arrays that never change, of frozen weights.
     """
 
     arrays: Mapping[str, jax.ShapeDtypeStruct]

@@ -143,8 +143,8 @@ class Stages:
       programs: the programs.
       program_of_stage: position in `programs` of the program of each stage.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
-      parameters: the packing of the weights; one owner per program, then one per unit of `vocabulary`. Those that are
-        frozen are in arrays of their own.
+      parameters: the packing of the weights, see `pack_weights`; one owner per program, then one per unit of
+        `vocabulary`.
       accumulators: the packing of the gradients that are summed as they are.
       factors: the packing of the factors of all other gradients.
       state: the packing of mutable state.
@@ -401,7 +401,7 @@ def devices_of_use(name: str, devices: Sequence[Sequence[int]] | None) -> Sequen
     Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one
     microbatch after the other have slots of their own.
     """
-    if name in ("parameters", "frozen", "gradients", "optimizer_state", "state", "statistics"):
+    if name in ("parameters", "gradients", "optimizer_state", "state", "statistics"):
         return devices
     one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     return devices if one_device else None
@@ -476,7 +476,6 @@ def cut(
     groups = group(signature_of_layer, firsts, target.ends_apart)
     weights_on_host = _on_host(traced, inner, offload.weights)
     vectors = _FEW if target.few_arrays else Vectors()
-    packings = {}
 
     def leaves_of(name: str, signature: _Signature) -> list[Leaf]:
         leaves, k = _leaves(traced, name, signature.kind), signature.kind
@@ -486,17 +485,13 @@ def cut(
             leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
         return leaves
 
-    packings["parameters"] = pack_weights(
-        groups,
-        functools.partial(leaves_of, "parameters"),
-        functools.partial(leaves_of, "frozen"),
-        devices_of_use("parameters", devices),
-        num_versions or [1] * num_stages,
-        hooked=hooked,
-        tight=True,
-        occupancy=vectors.weights,
-    )
-    for name in (name for name in _LEAVES_OF if name not in _NUMBERS_OF):
+    trained, frozen = (functools.partial(leaves_of, name) for name in ("parameters", "frozen"))
+    versions = num_versions or [1] * num_stages
+    options: dict[str, Any] = dict(tight=True, occupancy=vectors.weights)
+    packings = {"parameters": pack_weights(groups, trained, frozen, devices, versions, hooked=hooked, **options)}
+    for name in _LEAVES_OF:
+        if name in _NUMBERS_OF:
+            continue
         loss: tuple = ()
         if name == "input_stash" and vocabulary_layers.head is None:
             loss = traced.loss.stash if isinstance(traced, TrainingTrace) else ()
