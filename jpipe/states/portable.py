@@ -214,8 +214,9 @@ def _check_same_paths(leaves: Leaves, read: set[str]) -> None:
         if paths:
             raise ValueError(
                 "`state` comes from a pipeline with another optimizer: "
-                f"{text.format(min(paths))}. Give both pipelines the same Optax chain; keep what fits, with "
-                '`adopt(state, optimizer="matching")`; or start the optimizer anew with `init(key, batch, params=...)`.'
+                f"{text.format(min(paths))}. Give both pipelines the same Optax chain and `trainable`; keep what fits, "
+                'with `adopt(state, optimizer="matching")`; or start the optimizer anew with '
+                "`init(key, batch, params=...)`."
             )
 
 

@@ -270,20 +270,32 @@ def test_products():
     assert count([NONE, True, BIAS]) == 2
 
 
-def test_frozen_weights_are_not_stashed_and_first_layers_keep_nothing():
-    pipe = make("gpipe", "last")
+def test_first_layers_keep_nothing_for_a_backward():
+    stages = make("gpipe", "last")._program(batches()[0]).stages
+    assert [len(stages.layer_kinds[k].stash) > 0 for k in stages.kind_of_layer] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize(("trains_v", "num_stashed"), [(False, 2), (True, 3)])
+def test_what_follows_from_frozen_weights_is_not_stashed(trains_v, num_stashed):
+    """Of `h = x v` the gradient of w asks, and in PipeMare a backward has other weights, unless they are frozen."""
+
+    def apply(p, x):
+        return jnp.tanh((x * p["v"]) * p["w"]) + x * x
+
+    layer = jpipe.InitApply(lambda key, x: {"v": jnp.ones(()), "w": jnp.ones(())}, apply)
+    pipe = make("pipemare", [{"v": trains_v, "w": True}] * 6, layers=[layer] * 6, optimizer=optax.sgd(0.1))
     stages = pipe._program(batches()[0]).stages
-    assert not stages.layer_kinds[stages.kind_of_layer[0]].stash
+    assert len(stages.layer_kinds[stages.kind_of_layer[1]].stash) == num_stashed
+
+
+def test_alike_layers_with_other_frozen_weights():
+    """Both weights have the same gradient, so that the programs of the layers have equal texts."""
     layer = jpipe.InitApply(
-        lambda key, x: {"w": jnp.ones(()), "v": jnp.ones(64)}, lambda p, x: jnp.tanh(p["w"] * x) * p["v"].sum()
+        lambda key, x: {"a": jnp.ones(()), "b": jnp.ones(())}, lambda p, x: x + p["a"] + p["b"], name="sum"
     )
-    both = [{"w": True, "v": False}] * 3
-    pipe = jpipe.Pipeline(
-        [layer] * 3, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule_named("pipemare", 3, N), trainable=both
-    )
-    stages = pipe._program(batches()[0]).stages
-    for kind in stages.layer_kinds:
-        assert all(a.shape[:1] == (ROWS // N,) for a in kind.stash)
+    mask = [{"a": i % 2 == 0, "b": i % 2 == 1} for i in range(6)]
+    _, before, after, _ = trained(make("gpipe", mask, layers=[layer] * 6, optimizer=optax.sgd(0.1)))
+    assert jax.tree.map(lambda a, b: bool(a != b), before, after) == mask
 
 
 def test_replicas_exchange_what_is_trained():
