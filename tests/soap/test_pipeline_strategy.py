@@ -162,8 +162,9 @@ def _random(seed):
         (jpipe.schedules.zero_bubble_h1(num_stages=2, num_microbatches=4), {}),
         (jpipe.schedules.pipedream_2bw(num_stages=2, num_microbatches=4), {}),
         (jpipe.schedules.pipedream(num_stages=2, num_microbatches=4), {}),
+        (SCHEDULE, {"trainable": [{"up": False, "down": True}, True]}),
     ],
-    ids=["gpipe", "recompute", "policy", "zero bubble", "2bw", "pipedream"],
+    ids=["gpipe", "recompute", "policy", "zero bubble", "2bw", "pipedream", "frozen"],
 )
 def test_random_splits(tmp_path, schedule, options):
     path = saved(tmp_path / "strategy.json", _random(2), 4, 4)
