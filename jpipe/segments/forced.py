@@ -7,13 +7,14 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 from jpipe._util.foreign import shown
-from jpipe._util.suggest import did_you_mean
+from jpipe._util.suggest import did_you_mean, suggests
 from jpipe.layers.layer import Layer
 from jpipe.segments.places import CutError, CutPlace, DataFlow
 
 _NAME = "jpipe.stage_end"
 
 
+@suggests
 def stage_end(x: Any) -> Any:
     """Marks the end of a stage in a whole model; returns `x`.
 
