@@ -250,8 +250,15 @@ class Settings:
         vocabulary.check_table(layers, self.schedule, hooked)
         return layers
 
-    def cut(self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any) -> Stages:
-        """The traced layers cut into stages that begin at `starts`."""
+    def cut(
+        self,
+        traced: Traced,
+        starts: Sequence[int],
+        microbatch: Any,
+        key_impl: Any,
+        trained: Stages | None = None,
+    ) -> Stages:
+        """The traced layers cut into stages that begin at `starts`; for `trained` see `jpipe.stages.cut.cut`."""
         ties = self.resolved_ties(traced)
         if not self.schedule.splits_backward:
             traced = traced.with_one_stash()
@@ -268,6 +275,7 @@ class Settings:
             offload=self.offload,
             num_versions=num_versions_of(self.schedule).tolist(),
             hooked=bool(hooked_passes(self.schedule, self.hooks)),
+            trained=trained,
         )
 
 

@@ -189,7 +189,7 @@ class Predictor:
 
     def _make_forward_engine(self, microbatch: Any) -> ForwardPass:
         settings, schedule = self.settings, self.settings.schedule
-        key_impl = self._training.key_impl
+        key_impl, trained = self._training.key_impl, self._training.stages
         traced = settings.trace_evaluation(microbatch, key_impl, self._traced)
         table = forward_only(
             schedule.num_stages,
@@ -199,7 +199,7 @@ class Predictor:
         )
         return ForwardPass(
             schedule=table,
-            stages=settings.cut(traced, self._training.stages.starts, microbatch, key_impl),
+            stages=settings.cut(traced, trained.starts, microbatch, key_impl, trained),
             mesh=settings.mesh,
             microbatch=microbatch,
             key_impl=key_impl,

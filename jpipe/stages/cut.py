@@ -38,6 +38,7 @@ from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing, Place
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
+from jpipe.stages.groups import Groups, devices_of_use, group, pack_weights
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
@@ -285,154 +286,6 @@ def check_boundaries(boundaries: Sequence[int] | str | None, num_layers: int, nu
     return starts
 
 
-class Groups(NamedTuple):
-    """Stages grouped by the kinds of their layers; equal lists of kinds share a program.
-
-    Attributes:
-      signatures: the kinds of each program, with equal neighbours joined to one run.
-      program_of_stage: `[S]`, position in `signatures`.
-      stages_of: the stages that share each program.
-      lengths: `[S][runs]`, number of layers in each run of a stage.
-      longest: `[programs][runs]`, the largest of these numbers over the program's stages.
-    """
-
-    signatures: list[tuple]
-    program_of_stage: list[int]
-    stages_of: list[tuple[int, ...]]
-    lengths: list[tuple[int, ...]]
-    longest: list[tuple[int, ...]]
-
-    def pack(
-        self,
-        *uses: Callable[[Any], Iterable[Leaf]],
-        last: Sequence[Leaf] = (),
-        devices: Sequence[Sequence[int]] | None = None,
-        **options: Any,
-    ) -> Packing:
-        """Packs the leaves that layers have for some uses, such as their parameters.
-
-        Args:
-          *uses: kind -> leaves of one layer. Those of the first use come first.
-          last: further leaves of the last stage.
-          devices: see `devices_of_owners`. For arrays with rows for the stages that use them.
-          **options: `occupancy` and `tight` of `Packing.of`.
-
-        Returns:
-          A packing with one owner per program.
-        """
-        owners = [
-            [
-                leaf._replace(count=n)
-                for leaves_of in uses
-                for kind, n in zip(signature, longest, strict=True)
-                for leaf in leaves_of(kind)
-            ]
-            for signature, longest in zip(self.signatures, self.longest, strict=True)
-        ]
-        owners[self.program_of_stage[-1]] += last
-        owner_devices = devices_of_owners(self.program_of_stage, devices)
-        return Packing.of(owners, devices=owner_devices, **options)
-
-
-def pack_weights(
-    groups: Groups,
-    trained: Callable[[Any], Iterable[Leaf]],
-    frozen: Callable[[Any], Iterable[Leaf]],
-    devices: Sequence[Sequence[int]] | None,
-    num_versions: Sequence[int],
-    *,
-    hooked: bool,
-    **options: Any,
-) -> Packing:
-    """Packs the weights, for each owner those that are trained and then those that are frozen.
-
-    Frozen weights are in arrays of their own, with one version. But every device allocates each array for its largest
-    stage, and if some stages are frozen and others trained, they take less in the same arrays.
-
-    Args:
-      groups: the stages.
-      trained: kind -> the trained weights of one layer.
-      frozen: kind -> its frozen weights.
-      devices: see `devices_of_owners`.
-      num_versions: number of versions of the trained weights of each stage.
-      hooked: whether passes read other weights than those that are updated, which frozen weights cannot lie beside.
-      **options: see `Groups.pack`.
-    """
-    of_trained = groups.pack(trained, devices=devices, **options)
-    apart = of_trained.with_constants(groups.pack(frozen, devices=devices, **options).named("frozen"))
-    if hooked or not apart.constant:
-        return apart
-    together = groups.pack(trained, frozen, devices=devices, **options)
-    pairs = zip(together.places, of_trained.places, strict=True)
-    written = {place.array for places, first in pairs for place in places[: len(first)]}
-    together = dataclasses.replace(together, constant=frozenset(together.arrays.keys() - written))
-    devices_of_stage = [[s] for s, _ in enumerate(groups.program_of_stage)] if devices is None else devices
-
-    def allocated(pack: Packing) -> int:
-        total = 0
-        for name, row_bytes in pack.row_bytes.items():
-            rows: collections.Counter[int] = collections.Counter()
-            for s, owner in enumerate(groups.program_of_stage):
-                if any(place.array == name for place in pack.places[owner]):
-                    for d in devices_of_stage[s]:
-                        rows[d] += 1 if name in pack.constant else int(num_versions[s])
-            total += row_bytes * max(rows.values())
-        return total
-
-    return min(apart, together, key=allocated)
-
-
-def devices_of_owners(owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
-    """Lists, for each owner of a packing, the device of each copy of each stage that it stands for.
-
-    Args:
-      owner_of_stage: the owner of each stage.
-      devices: the devices of the copies of each stage; None: every stage is on a device of its own.
-    """
-    devices_of_owner: list[list[int]] = [[] for _ in range(max(owner_of_stage) + 1)]
-    for s, owner in enumerate(owner_of_stage):
-        devices_of_owner[owner] += [s] if devices is None else devices[s]
-    return devices_of_owner
-
-
-def devices_of_use(name: str, devices: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]] | None:
-    """The devices of stages for packing their leaves of one use, see `Groups.pack`; None: no stage has rows of its own.
-
-    Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one
-    microbatch after the other have slots of their own.
-    """
-    if name in ("parameters", "gradients", "optimizer_state", "state", "statistics"):
-        return devices
-    one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
-    return devices if one_device else None
-
-
-def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
-    """Groups stages.
-
-    Args:
-      kinds: kind of each layer; equal kinds compare equal.
-      starts: first layer of each stage, and the number of layers at the end.
-      ends_apart: see `Target`.
-    """
-    signatures, programs, lengths, program_of_stage = [], [], [], []
-    for start, stop in itertools.pairwise(starts):
-        runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
-        signature = tuple(k for k, _ in runs)
-        end = (start == starts[0], stop == starts[-1]) if ends_apart else None
-        program = signature, end
-        if program not in programs:
-            programs.append(program)
-            signatures.append(signature)
-        program_of_stage.append(programs.index(program))
-        lengths.append(tuple(n for _, n in runs))
-    stages_of = [tuple(s for s, q in enumerate(program_of_stage) if q == p) for p in range(len(signatures))]
-    longest = [
-        tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig))) for p, sig in enumerate(signatures)
-    ]
-    return Groups(signatures, program_of_stage, stages_of, lengths, longest)
-
-
 def cut(
     traced: Traced,
     starts: list[int] | None,
@@ -446,6 +299,7 @@ def cut(
     offload: Offload = NO_OFFLOAD,
     num_versions: Sequence[int] | None = None,
     hooked: bool = False,
+    trained: Stages | None = None,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -462,6 +316,8 @@ def cut(
       offload: the part of the weights that is in host memory.
       num_versions: number of versions of the weights of each stage; None: one.
       hooked: see `pack_weights`.
+      trained: the same cut of the same layers, traced for training, whose weights and mutable state these stages read
+        where they are. The kinds of layers may be others, in evaluation or at other shapes, and so may the runs.
 
     Raises:
       ValueError: if a message cannot be compressed.
@@ -473,7 +329,8 @@ def cut(
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
-    groups = group(signature_of_layer, firsts, target.ends_apart)
+    indices = () if trained is None else _indices(trained, len(layers))
+    groups = group(signature_of_layer, firsts, target.ends_apart, indices)
     weights_on_host = _on_host(traced, inner, offload.weights)
     vectors = _FEW if target.few_arrays else Vectors()
 
@@ -485,10 +342,10 @@ def cut(
             leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
         return leaves
 
-    trained, frozen = (functools.partial(leaves_of, name) for name in ("parameters", "frozen"))
+    weights = [functools.partial(leaves_of, name) for name in ("parameters", "frozen")]
     versions = num_versions or [1] * num_stages
     options: dict[str, Any] = dict(tight=True, occupancy=vectors.weights)
-    packings = {"parameters": pack_weights(groups, trained, frozen, devices, versions, hooked=hooked, **options)}
+    packings = {"parameters": pack_weights(groups, *weights, devices, versions, hooked=hooked, **options)}
     for name in _LEAVES_OF:
         if name in _NUMBERS_OF:
             continue
@@ -501,6 +358,8 @@ def cut(
             devices=devices_of_use(name, devices),
             occupancy=vectors.weights if name in ("state", "statistics") else vectors.stashes,
         )
+    if trained is not None:
+        packings |= _packed_as_in(trained, groups, packings)
     tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
     on_host = _on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
     sums = [
@@ -667,6 +526,44 @@ def _to_host(leaves: Sequence[Leaf], names: Sequence, on_host: Container, offloa
         leaf._replace(on_host=True, chunk=offload.chunk) if name in on_host else leaf
         for leaf, name in zip(leaves, names, strict=True)
     ]
+
+
+_KEPT = ("parameters", "state")
+"""The leaves of layers that evaluation reads where training has them."""
+
+
+def _indices(trained: Stages, num_layers: int) -> list[tuple[int, ...]]:
+    """For each layer the indices of its leaves in the arrays of trained stages; `()` for vocabulary layers."""
+    indices: list[tuple[int, ...]] = [()] * num_layers
+    for s in range(trained.num_stages):
+        for layer, run, row in trained.layer_runs(s):
+            indices[layer] = tuple(int(place.start(row)) for name in _KEPT for place in getattr(run, name))
+    return indices
+
+
+def _packed_as_in(trained: Stages, groups: Groups, packings: dict[str, Packing]) -> dict[str, Packing]:
+    """The packings of weights and mutable state, with each leaf where trained stages have it."""
+    places: dict[str, list[tuple[Place, ...]]] = {name: [] for name in _KEPT}
+    for (s, *_), longest, steps in zip(groups.stages_of, groups.longest, groups.steps, strict=True):
+        program_places: dict[str, list[Place]] = {name: [] for name in (*_KEPT, "frozen")}
+        first_of_run = itertools.accumulate(groups.lengths[s], initial=0)
+        for first, count, step in zip(first_of_run, longest, steps):
+            _, run, row = trained.layer_runs(s)[first]
+            distances = iter(step or ())
+            for name in _KEPT:
+                for j, place in enumerate(getattr(run, name)):
+                    base, stride = int(place.start(row)), next(distances, place.stride)
+                    use = "frozen" if name == "parameters" and j in trained.layer_kinds[run.kind].frozen else name
+                    program_places[use].append(dataclasses.replace(place, base=base, stride=stride, count=count))
+        # The frozen weights of all runs come after the trained ones.
+        program_places["parameters"] += program_places.pop("frozen")
+        for name in _KEPT:
+            places[name].append(tuple(program_places[name]))
+    return {
+        name: dataclasses.replace(getattr(trained, name), places=tuple(places[name]), used_bytes=packing.used_bytes)
+        for name, packing in packings.items()
+        if name in _KEPT
+    }
 
 
 def _pack_sums(

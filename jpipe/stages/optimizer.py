@@ -25,7 +25,7 @@ from jpipe.layers.equations import Equations
 from jpipe.layers.model_tree import joined
 from jpipe.lowering.scalars import UPDATE
 from jpipe.packing import Leaf, Packing, Place
-from jpipe.stages.cut import Stages, Vectors, devices_of_owners
+from jpipe.stages.cut import Stages, Vectors
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
 from jpipe.stages.flat_update import (
     FlatUpdate,
@@ -37,6 +37,7 @@ from jpipe.stages.flat_update import (
     with_hooks,
     with_sums,
 )
+from jpipe.stages.groups import devices_of_owners
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shares import ReplicaCounts
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates

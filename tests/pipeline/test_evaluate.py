@@ -142,3 +142,82 @@ def test_an_empty_batch_is_refused():
     state = pipe.init(KEY, batch_of(4))
     with pytest.raises(ValueError, match="the batch is empty"):
         pipe.evaluate(state, batch_of(0))
+
+
+class Dropped(nnx.Module):
+    """Linear, batch norm and dropout: layers of other rates compute the same in evaluation, not in training."""
+
+    def __init__(self, rate, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.norm.mean[...] = jax.random.normal(rngs.params(), 4)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.linear(x)))
+
+
+def pooled(x):  # [B, L, 4] -> [B, 4, 4]
+    return x.reshape(x.shape[0], 4, -1, 4).mean(axis=2)
+
+
+def dropped(rates):
+    return [Dropped(rate / 10, nnx.Rngs(i)) for i, rate in enumerate(rates)]
+
+
+LINEAR = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(10)]
+OTHER_KINDS = {
+    # Of the two programs of training, one has two runs with rows for the longest of each stage.
+    "rates, in stages of other lengths": (dropped([1, 1, 2, 1, 2, 2]), [3], (4,)),
+    "rates, in one stage": (dropped([1, 2, 2, 3]), [3], (4,)),
+    # The first stage has the only layers of its kind at length 8, and at length 4 all are alike.
+    "lengths": ([*LINEAR[:7], pooled, *LINEAR[7:]], [7, 9, 10], (8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_layers_that_are_alike_in_evaluation_only(name):
+    """Evaluation may loop over layers that training runs one by one, or the other way round. Weights and state lie
+    where training has them."""
+    layers, boundaries, lengths = OTHER_KINDS[name]
+    pipe = jpipe.Pipeline(
+        [jpipe.Function(layer) if layer is pooled else layer for layer in layers],
+        loss=lambda outputs, batch: outputs.mean(),
+        optimizer=optax.sgd(0.1),
+        schedule=jpipe.schedules.gpipe(1 + len(boundaries), 4),
+        boundaries=boundaries,
+    )
+    batches = [{"inputs": np.random.default_rng(0).normal(size=(8, n, 4)).astype(np.float32)} for n in lengths]
+    state = pipe.init(KEY, batches[0])
+    for batch in batches:
+        x = jnp.asarray(batch["inputs"])
+        for layer in layers:
+            if layer is not pooled:
+                layer.eval()
+            x = layer(x)
+        np.testing.assert_allclose(pipe.predict(state, batch), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_evaluation_reads_every_leaf_where_training_has_it(seed):
+    rng = np.random.default_rng(seed)
+    rates, S = rng.integers(1, 4, size=rng.integers(6, 14)), 4
+    table = jpipe.schedules.interleaved(4, 4) if seed % 2 else jpipe.schedules.gpipe(4, 4)
+    pipe = jpipe.Pipeline(
+        dropped(rates),
+        loss=lambda outputs, batch: outputs.mean(),
+        optimizer=optax.sgd(0.1),
+        schedule=table,
+        boundaries=sorted(rng.choice(np.arange(1, len(rates)), S - 1, replace=False)),
+    )
+    batch = {"inputs": np.zeros((8, 4), np.float32)}
+    program = pipe._program(batch)
+    evaluation = program.prediction._forward_engine(program.microbatch).stages
+    for name in ("parameters", "state"):
+        assert getattr(evaluation, name).arrays == getattr(program.stages, name).arrays
+        for s in range(S):
+            there, here = program.stages.layer_runs(s), evaluation.layer_runs(s)
+            for (i, trained, trained_row), (j, run, row) in zip(there, here, strict=True):
+                assert i == j
+                for a, b in zip(getattr(trained, name), getattr(run, name), strict=True):
+                    assert (a.array, a.start(trained_row), a.block) == (b.array, b.start(row), b.block)
