@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe import costs
+from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import from_first, is_shared
 from jpipe._util import entry_points
 from jpipe._util.foreign import shown
@@ -18,15 +19,14 @@ from jpipe._util.suggest import suggests
 from jpipe._util.warn import warn
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
-from jpipe.costs.fit import fit
+from jpipe.costs.fit import check_fits, fit
 from jpipe.engine import traffic
 from jpipe.engine.calls import check_state, outside_mesh, public
 from jpipe.engine.state import PipelineState
 from jpipe.engine.traffic import MessageRecord
 from jpipe.layers import model_tree
-from jpipe.layers.avals import shapes_text
+from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import AxisRules
-from jpipe.layers.call_arguments import as_given
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss_check import cut_warning
@@ -46,7 +46,7 @@ from jpipe.schedule import Schedule
 from jpipe.segments import model_of
 from jpipe.stages.cut import check_boundaries
 from jpipe.stages.offload import Offload
-from jpipe.states import agreement, hyperparams, portable
+from jpipe.states import agreement, batch_shapes, hyperparams, portable
 
 if TYPE_CHECKING:
     import jpipe  # names the types of satellites
@@ -309,6 +309,7 @@ class Pipeline:
         )
         self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts: list[int] | None = starts
+        self._fixed: Program | None = None
         self._traced: dict[tuple, TrainingTrace] = {}
         self._balanced: dict[tuple, list[int]] = {}
         self._programs: dict[tuple, Program] = {}
@@ -334,8 +335,16 @@ class Pipeline:
 
     def _fix_cut(self, program: Program) -> None:
         """Fixes the cut and the offloaded arrays to those of a program whose state the pipeline has made."""
-        self._starts = list(program.stages.starts)
-        self._settings, self._device_memory = program.settings, None
+        self._starts, self._fixed, self._settings = list(program.stages.starts), program, program.settings
+        key = self._trace_key(program.microbatch, program.engine.key_impl)
+        self._traced[key] = program.traced
+        self._programs[*key, *program.stages.starts, self._settings.offload] = program
+
+    def _trace_key(self, microbatch: Any, key_impl: Any) -> tuple:
+        """Names a trace. Once there is a state, whole models are cut where they were for it."""
+        like = () if self._fixed is None else self._fixed.stages.layers
+        marks = [layer.options.segment for layer in like if model_tree.is_whole(like)]
+        return shapes_key(microbatch), str(key_impl), tuple(marks)
 
     def _program_of(self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None) -> Program:
         """The program for an abstract microbatch, made once.
@@ -346,11 +355,10 @@ class Pipeline:
         """
         if key_impl is None:
             key_impl = jax.config.jax_default_prng_impl
-        leaves, tree = jax.tree.flatten(microbatch)
-        shapes = tuple((a.shape, a.dtype) for a in leaves)
-        key: tuple = (tree, shapes, str(key_impl))
+        key = self._trace_key(microbatch, key_impl)
         if key not in self._traced:
-            self._traced[key] = self._settings.trace(microbatch, key_impl)
+            like = () if self._fixed is None else self._fixed.stages.layers
+            self._traced[key] = self._settings.trace(microbatch, key_impl, like)
         traced = self._traced[key]
         if self._starts is None:  # a whole model has a number of layers only now
             num_stages = self.schedule.num_stages
@@ -369,7 +377,8 @@ class Pipeline:
                     inner = from_first(inner)
                 self._balanced[key] = [0, *inner, len(traced.layers)]
             starts = self._balanced[key]
-        key = *key, tuple(starts)
+        fits = self._device_memory is None or self._fixed is not None
+        key = *key, *starts, self._settings.offload if fits else None
         if key not in self._programs:
 
             def make(offload: Offload) -> Program:
@@ -378,9 +387,10 @@ class Pipeline:
                     settings = dataclasses.replace(settings, offload=offload)
                 return Program(settings, microbatch, key_impl, traced, starts)
 
-            if self._device_memory is None:
+            if fits:
                 self._programs[key] = make(self._settings.offload)
             else:
+                assert self._device_memory is not None
                 self._programs[key] = fit(make, self._device_memory)
         return self._programs[key]
 
@@ -398,8 +408,33 @@ class Pipeline:
             starts = list(program.stages.starts)
             program_here = self._program_of(program.microbatch, program.engine.key_impl, starts)
             checks.check_same_parts(program.parts, program_here.parts)
-            self._starts, program = starts, program_here
+            self._fix_cut(program_here)
+            program = program_here
         return program.place_state(state)
+
+    def _for_batch(self, state: PipelineState, microbatch: Any) -> tuple[PipelineState, Program]:
+        """The state and the program to go on with, for microbatches of another shape than those of the state.
+
+        Raises:
+          ValueError: if the state cannot go on with them; nothing is donated then.
+        """
+        before, shapes = state.program, batch_shapes.text(microbatch)
+        # The name shows to the watchdog if processes change to different shapes.
+        with _watchdog.Phase(f"microbatches of {shapes}", _watchdog.LONG, self._settings.rows is not None):
+            batch_shapes.check_can_change(state, microbatch)
+            try:
+                program = self._program_of(microbatch, before.engine.key_impl)
+            except ValueError as error:
+                raise ValueError(
+                    f"`state` was made for microbatches of {batch_shapes.text(before.microbatch)}, and the pipeline "
+                    f"cannot take those of this batch, {shapes}: {error}"
+                ) from error
+            state = batch_shapes.taken_over(state, program)
+            if not program.has_stepped:
+                if self._device_memory is not None:
+                    check_fits(program, self._device_memory)
+                batch_shapes.warn_of_many(sum(other.has_stepped for other in self._programs.values()))
+        return state, program
 
     def __repr__(self) -> str:
         schedule, sizes = self.schedule, dict(self.mesh.shape)
@@ -618,6 +653,9 @@ class Pipeline:
         once. In an asynchronous schedule microbatches of earlier minibatches finish while those of
         this minibatch enter; nothing drains.
 
+        The number of rows, the length and the dtypes of the batch may change from step to step. Each shape compiles a
+        program once. An asynchronous schedule must be flushed before a change.
+
         Args:
           state: the training state; donated, so use the returned one from here on.
           batch: a minibatch: dict of arrays `[batch, ...]`; "inputs" feeds layer 0, the loss sees
@@ -636,23 +674,15 @@ class Pipeline:
           waits for it.
 
         Raises:
-          ValueError: if the state is not of this pipeline, or the batch has another shape than that
-            of `init`.
+          ValueError: if the state is not of this pipeline, the batch has other entries than that of `init`, or it has
+            another shape and a layer cannot take it, or microbatches are in flight.
         """
         checks.check_not_traced("step", state, batch)
-        check_state(state)
-        theirs, wanted = state.program.settings, state.program.microbatch
-        if theirs is not self._settings:
-            checks.check_same_parts(theirs.parts, self._settings.parts)
-        microbatch = self._settings.microbatch(batch)
-        if not same_shapes(microbatch, wanted):
-            raise ValueError(
-                f"`state` was made for microbatches of {shapes_text(as_given(wanted))}, got a batch whose "
-                f"microbatches are {shapes_text(as_given(microbatch))}. Keep the shape of the batch, or "
-                "go on with this one: `state = pipe.adopt(state, batch)`."
-            )
         state = self._adopted(state)
-        return state.program.step(state, batch)
+        microbatch, program = self._settings.microbatch(batch), state.program
+        if not same_shapes(microbatch, program.microbatch):
+            state, program = self._for_batch(state, microbatch)
+        return program.step(state, batch)
 
     @public("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:

@@ -132,7 +132,7 @@ def test_other_pipelines_are_refused_with_the_part_that_differs(part):
     assert not other._programs or part in ("layers", "loss", "optimizer", "boundaries")
 
 
-def test_a_batch_of_another_shape_is_refused_before_tracing():
+def test_a_batch_of_other_entries_is_refused_before_tracing():
     calls = []
 
     class Counts(nnx.Module):
@@ -147,7 +147,7 @@ def test_a_batch_of_another_shape_is_refused_before_tracing():
     state = pipe.init(KEY, batch_of())
     calls.clear()
     with refused("`state` was made for microbatches of .*float32.2, 4"):
-        pipe.step(state, batch_of(8))
+        pipe.step(state, batch_of(8) | {"mask": np.ones(8)})
     assert not calls
 
 

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from jpipe import costs, packing
 from jpipe._util.sizes import size_text
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.call_arguments import as_given
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
 from jpipe.options import exclusions
@@ -122,6 +124,24 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     if _array_bytes(program) + _temporary_bytes(program) <= limit:
         return program
     return smallest
+
+
+def check_fits(program: Program, limit: float) -> None:
+    """Refuses a program for another shape of batches that needs more than `limit` bytes of a device.
+
+    Compiles the step. What is in host memory cannot change any more.
+
+    Raises:
+      ValueError: says how much the program needs.
+    """
+    needed = _array_bytes(program) + _temporary_bytes(program)
+    if needed > limit:
+        shapes = shapes_text(as_given(program.microbatch))
+        raise ValueError(
+            f"`device_memory` of {size_text(limit)} is too little for microbatches of {shapes}: a device needs "
+            f"{size_text(needed)} ({int(needed)} bytes). What is in host memory was chosen for the first state. Make "
+            "it with the largest batch, `state = pipe.init(key, largest)`, or give more memory."
+        )
 
 
 def _array_bytes(program: Program) -> int:

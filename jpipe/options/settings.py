@@ -177,15 +177,16 @@ class Settings:
             "number of layers": self.model.number,
         }
 
-    def trace(self, microbatch: Any, key_impl: Any) -> TrainingTrace:
+    def trace(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> TrainingTrace:
         """The layers and the loss traced for a microbatch.
 
         Args:
           microbatch: abstract arrays.
           key_impl: implementation of the random keys.
+          like: the layers for another microbatch, which a whole model is cut like; `()`: it is cut anew.
         """
         with on_platform(self.platform):
-            layers = self._layers(microbatch, key_impl)
+            layers = self._layers(microbatch, key_impl, like)
             options = self._trace_options(key_impl, self._layer_splits(layers, microbatch, key_impl))
             return trace_layers(layers, self.loss, microbatch, **options)
 

@@ -33,8 +33,9 @@ from jpipe.lowering.versions import has_one_row
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
-from jpipe.options.settings import Settings
+from jpipe.options.settings import Settings, same_shapes
 from jpipe.program.batches import Batches
+from jpipe.program.fresh import FreshArrays
 from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
@@ -53,9 +54,12 @@ class Program:
     Attributes:
       stages: the model, cut.
       engine: runs the stages.
+      prediction: predicts and evaluates.
+      fresh: makes arrays of a state that hold no leaves of layers.
 
     A program is the static part of its states. Two programs are equal if their states have equal
-    layouts and equal meaning, so states of two pipelines that are built alike go together.
+    layouts and equal meaning, so states of two pipelines that are built alike go together. Programs of one pipeline for
+    other shapes share its `prediction` if their states have all that they keep at the same places.
     """
 
     def __init__(
@@ -111,7 +115,8 @@ class Program:
         options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
-        self._stepped = False  # the first step compiles
+        self.has_stepped = False  # the first step compiles
+        self.fresh = FreshArrays(self.engine, settings.platform)
         self.prediction = Predictor(settings, self.engine, traced, compiler_options)
 
     def _check_compression(self) -> None:
@@ -258,16 +263,44 @@ class Program:
     # -- Calls
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
-        """One pass over the table, with a minibatch that enters."""
+        """One pass over the table, with a minibatch that enters.
+
+        Args:
+          state: a state of this program, or of one with the same `prediction` that has nothing in flight.
+          batch: the minibatch.
+        """
         check_nans(state.parameters, "the state's parameters")
-        limit = None if self._stepped else _watchdog.LONG
+        limit = None if self.has_stepped else _watchdog.LONG
         devices = self.settings.mesh.devices
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
             batch = self.batches.place(dict(self.settings.model.batch(batch)))
+            if state.program is not self:
+                state = self._taken_over(state, batch)
             outputs = call_bounded(self._step, devices, state.arrays(), batch, self._rows)
-        self._stepped = True
+        self.has_stepped = True
         return self._restore(state, *outputs)
+
+    def _taken_over(self, state: PipelineState, batch: Any) -> PipelineState:
+        """The state of a program for another shape of batches, with arrays in flight of the shapes here.
+
+        Those of the other shape are deleted first, because memory may not suffice for both.
+        """
+        like = self.abstract_state
+        if not self.has_stepped:  # what fails to compile must fail while the state is whole
+            self._step.lower(like.arrays(), batch, self._rows).compile()
+        wanted = like.in_flight()
+        others = {n: a for n, a in state.in_flight().items() if not same_shapes(a, wanted[n])}
+        if self.settings.donate:
+            for a in jax.tree.leaves(others):
+                if isinstance(a, jax.Array):
+                    a.delete()
+        # A compressor whose state has the shape of a message begins anew with a message of another shape.
+        kept: Mapping[str, Any] = state.message_compression
+        if kept.keys() != like.message_compression.keys():
+            anew = self.fresh(["message_compression"])["message_compression"]
+            kept = {name: kept.get(name, first) for name, first in anew.items()}
+        return dataclasses.replace(state, **self.fresh(others), message_compression=kept, program=self)
 
     def _given(self, batch: Any) -> _watchdog.Batch | None:
         """The record of this process's share of a step, for the watchdog to compare; None without a watchdog."""

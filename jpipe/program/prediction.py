@@ -14,8 +14,8 @@ from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import run_forward
 from jpipe.engine.layout import batch_spec
 from jpipe.engine.spec import ForwardPass
-from jpipe.engine.state import PipelineState
-from jpipe.engine.state_arrays import BUFFERS
+from jpipe.engine.state import STATE_ARRAYS, PipelineState
+from jpipe.engine.state_arrays import BUFFERS, Lives
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import shapes_key, shapes_text
 from jpipe.layers.call_arguments import as_given
@@ -26,6 +26,13 @@ from jpipe.options.checks import batch_size
 from jpipe.options.settings import Settings
 from jpipe.program.batches import Batches
 from jpipe.schedules import forward_only
+
+_READ = tuple(
+    array.name
+    for array in STATE_ARRAYS
+    if array.lives is Lives.COUNTER or (array.in_forward_only and not array.in_buffers)
+)
+"""The fields of a state that prediction reads. They have the same shapes for batches of all shapes."""
 
 
 class Predictor:
@@ -71,7 +78,7 @@ class Predictor:
         given_whole = any(map(is_global, jax.tree.leaves(batch)))
         size, padded, _ = self._batches.padded(batch)
         rows_of_table = self.rows_of(padded)
-        outputs, _ = call_bounded(self.compiled_predict, mesh.devices, state.arrays(), padded, rows_of_table)
+        outputs, _ = call_bounded(self.compiled_predict, mesh.devices, _read(state), padded, rows_of_table)
         if rows is not None and rows.apart and not given_whole:
             outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
         return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
@@ -92,7 +99,7 @@ class Predictor:
         result, _ = call_bounded(
             self.compiled_evaluate,
             self.settings.mesh.devices,
-            state.arrays(),
+            _read(state),
             inputs,
             batch,
             positions,
@@ -206,3 +213,7 @@ class Predictor:
             trained=self._training.lowered,
             numbers=settings.numbers,
         )
+
+
+def _read(state: PipelineState) -> dict[str, Any]:
+    return {name: getattr(state, name) for name in _READ}

@@ -1,21 +1,18 @@
 """A new training state, from the leaves of layers or from whole arrays."""
 
-import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jpipe.engine.layout import REPLICATED
 from jpipe.engine.state import STATE_ARRAYS, PipelineState
 from jpipe.engine.state_arrays import Adopted, Lives, OnReplicas
-from jpipe.layers.quick_jit import quick_options
 from jpipe.mesh import STAGE
 from jpipe.program import Program
+from jpipe.program.fresh import zeros
 from jpipe.stages.optimizer import seen_by_optimizer
 from jpipe.states.locations import LAYER_ARRAYS, Owner, Stored, owners
 
@@ -56,26 +53,18 @@ def new_state(
       whole: name of an array that is taken as it is -> its arrays on one device. Without an entry it is as before
         training.
     """
-    layout, num_devices = program.engine.layout, program.settings.mesh.size
-    arrays = _pack(program, values_of)
-    empty = []
+    arrays, fresh = _pack(program, values_of), []
     for array in STATE_ARRAYS:
         if array.lives is Lives.COUNTER or array.field in arrays:
             continue
-        if array.first is None:
-            empty.append(array.field)
-            continue
-        wanted = layout.global_shapes([array.field])[array.field]
         if array.name in whole:
+            wanted = program.engine.layout.global_shapes([array.field])[array.field]
             arrays[array.name] = jax.tree.map(_everywhere, wanted, dict(whole[array.name]))
         else:
-            first, parts = array.first, num_devices
-            if layout[array.field].held is OnReplicas.EQUAL:
-                parts = layout.num_devices
-            arrays[array.name] = _first(functools.partial(first, program.engine), parts, wanted)
+            fresh.append(array.field)
     return PipelineState(
         **arrays,
-        **_zeros(layout.global_shapes(dict.fromkeys(empty)), program.settings.platform),
+        **program.fresh(dict.fromkeys(fresh)),
         **_counters(program, key_data, 0, started),
         program=program,
     )
@@ -85,15 +74,6 @@ def _everywhere(want: jax.ShapeDtypeStruct, part: np.ndarray) -> jax.Array:
     """A global array of equal parts, one for each device."""
     whole = np.concatenate([part] * (want.shape[0] // len(part)))
     return jax.make_array_from_callback(whole.shape, want.sharding, whole.__getitem__)
-
-
-def _first(values: Callable[[], Any], num_parts: int, wanted: Any) -> Any:
-    """Global arrays of equal parts that are computed where they lie."""
-
-    def first() -> Any:
-        return jax.tree.map(lambda a: jnp.concatenate([a] * num_parts), values())
-
-    return jax.jit(first, out_shardings=jax.tree.map(lambda a: a.sharding, wanted))()
 
 
 def with_arrays(
@@ -117,22 +97,12 @@ def with_arrays(
     shapes, tree = jax.tree.flatten_with_path({**like.kept(), **like.in_flight()})
     paths = [jax.tree_util.keystr(path) for path, _ in shapes]
     missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
-    arrays_here = {**_zeros(missing, program.settings.platform), **arrays}
+    arrays_here = {**zeros(missing, program.settings.platform)(), **arrays}
     return PipelineState(
         **tree.unflatten([arrays_here[path] for path in paths]),
         **_counters(program, key_data, rounds, started),
         program=program,
     )
-
-
-def _zeros(shapes: Any, platform: str) -> Any:
-    """Arrays of zeros, made where they lie: on devices of a platform."""
-    size = sum(math.prod(a.shape) for a in jax.tree.leaves(shapes))
-    return jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes),
-        out_shardings=jax.tree.map(lambda a: a.sharding, shapes),
-        compiler_options=quick_options(platform, size),
-    )()
 
 
 def _counters(program: Program, key_data: Any, rounds: int, started: int) -> dict[str, Any]:

@@ -246,9 +246,9 @@ def donated():
     pipe.step(state, batch)
 
 
-def another_shape():
+def other_entries():
     pipe = small_pipeline()
-    pipe.step(start(pipe, small_batch(8)), small_batch(16))
+    pipe.step(start(pipe, small_batch(8)), small_batch(8) | {"mask": jnp.ones(8)})
 
 
 def in_flight():
@@ -269,7 +269,7 @@ MESSAGES = {
     "cannot be cut into 4 equal microbatches": lambda: start(small_pipeline(), small_batch(10)),
     "layer 0 (Linear) cannot take": lambda: start(small_pipeline(), small_batch(8, dim=5)),
     "was donated to an earlier": donated,
-    "was made for microbatches of": another_shape,
+    "was made for microbatches of": other_entries,
     "has microbatches in flight": in_flight,
     "lets the update of one layer depend on others": lambda: start(small_pipeline(optimizer=CLIPPED), small_batch(8)),
     "share weights but lie on stages": tied,

@@ -48,6 +48,7 @@ FAULTS: dict[str, Callable[..., Any]] = {
     "predict": lambda pipe, state, batches: pipe.predict(state, batch_of(0)),
     "get_params": lambda pipe, state, batches: pipe.get_params(state),
     "save": lambda pipe, state, batches: save(state),
+    "another shape": lambda pipe, state, batches: pipe.step(state, batch_of(7)),
     "leave out a step": lambda pipe, state, batches: next(batches),
 }
 """Functions of the pipeline, its state and the batches that are left."""
@@ -66,8 +67,9 @@ def long_work():
 
 
 def batch_of(step: int) -> dict[str, np.ndarray]:
-    """The batch of a step, which differs from the others."""
-    return {"inputs": np.full((8, 8), step / 8), "targets": np.zeros((8, 8))}
+    """The batch of a step, which differs from the others; that of step 7 also in its rows."""
+    num_rows = 16 if step == 7 else 8
+    return {"inputs": np.full((num_rows, 8), step / 8), "targets": np.zeros((num_rows, 8))}
 
 
 def train(before_step: Callable[..., None], num_steps: int = 8) -> dict[str, Any]:

@@ -65,6 +65,7 @@ FAULTS = {
     "predict": (73, "processes 0, 1 made different calls: call 6 is "),
     "get_params": (73, "processes 0, 1 made different calls: call 6 is "),
     "save": (73, "processes 0, 1 made different calls: call 6 is "),
+    "another shape": (73, "processes 0, 1 made different calls: call 6 is "),
     "leave out a step": (73, "processes 0, 1 gave different batches, in "),
 }
 """Fault -> exit code of the others, and what they say."""
