@@ -362,11 +362,12 @@ def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manife
         counts = (rounds, counters["started"]) if in_flight else (0, num_started)
         state = with_arrays(program, arrays, key, *counts)
     elif in_flight:
+        shape = "The batch has another shape than that of the last step: give one of that shape. "
         raise ValueError(
-            "it has microbatches in flight, which only a pipeline of the same layout can complete, and "
-            f"this pipeline has another: {'; '.join(different)}. Restore it into a pipeline of the same "
-            "layout, `flush` it and let this one `adopt` it, or start a new optimizer from the newest "
-            "weights: `init(key, batch, params=checkpoints.params())`."
+            "it has microbatches in flight, which only a pipeline of the same layout can complete, and this pipeline "
+            f"has another: {'; '.join(different)}. {shape if different == ['arrays'] else ''}Restore it into a "
+            "pipeline of the same layout, `flush` it and let this one `adopt` it, or start a new optimizer from the "
+            "newest weights: `init(key, batch, params=checkpoints.params())`."
         )
     else:
         leaves = _arrays.stored_leaves(folder, layout)
