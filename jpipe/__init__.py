@@ -42,6 +42,7 @@ _MODULE_OF = {
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "add_lora": "jpipe.layers.lora",
+    "WholeBatchLoss": "jpipe.layers.loss",
     "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
     "report": "jpipe.layers.report",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from jpipe.layers.layer import Linen as Linen
     from jpipe.layers.layer import skip as skip
     from jpipe.layers.lora import add_lora as add_lora
+    from jpipe.layers.loss import WholeBatchLoss as WholeBatchLoss
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh

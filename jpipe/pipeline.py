@@ -31,9 +31,9 @@ from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.rows import row_mixing
-from jpipe.layers.trace import Traced, TrainingTrace
+from jpipe.layers.trace import TrainingTrace
 from jpipe.layers.trainable import Trainable
-from jpipe.mesh import make_mesh
+from jpipe.mesh import DATA, make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
 from jpipe.options.host_memory import check_device_memory, check_offload
@@ -80,8 +80,8 @@ class Pipeline:
         skip connections. Or a whole model: one module, factory, `jpipe.Linen` or `jpipe.InitApply`, which is
         cut into layers at the narrow places of its trace. Weights, masks and labels then have its paths.
       loss: `(outputs, batch) -> scalar`, the mean over the rows of one microbatch. `outputs` are
-        those of the last layer, `batch` has all entries of the same microbatch. None: a whole model returns its
-        loss.
+        those of the last layer, `batch` has all entries of the same microbatch. A `jpipe.WholeBatchLoss` sees
+        those of the whole minibatch. None: a whole model returns its loss.
       optimizer: any Optax chain that updates each layer independently. It sees a list with one
         entry per layer of the model, None for the layers of other stages: `[None, {...}, None]`.
         Masks and labels are functions of such a list. It gets the extra arguments `delay` and
@@ -247,7 +247,7 @@ class Pipeline:
     ):
         checks.check_schedule(schedule)
         if loss is not None or isinstance(layers, Sequence):
-            checks.check_loss(loss)
+            checks.check_loss(loss, schedule)
         checks.check_optimizer(optimizer)
         check_recompute(recompute)  # `Numbers` needs it too; here it is refused before layers are read
         model = model_of(layers, loss=loss, boundaries=boundaries)
@@ -292,7 +292,7 @@ class Pipeline:
             splits.check_whole_model()
         self._settings = Settings(
             model=model,
-            loss=model.loss(loss, has_aux),
+            loss=model.loss(loss, has_aux).with_parts(schedule.num_microbatches * self.mesh.shape.get(DATA, 1)),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
@@ -503,13 +503,14 @@ class Pipeline:
         """Warns if the loss of a minibatch does not follow from the losses of its microbatches."""
         if self.schedule.num_microbatches * self.num_replicas == 1:
             return
-        traced: Traced = program.traced
+        traced: Any = program.traced
         outputs = traced.output_tree.unflatten(traced.outputs[-1])
         if traced.reported:
             outputs, _ = outputs
-        problem = cut_warning(self._settings.loss, outputs, traced.reported, program.microbatch, batch)
-        if problem is not None:
-            warn(problem)
+        if not traced.has_whole_batch_loss:
+            problem = cut_warning(self._settings.loss, outputs, traced.reported, program.microbatch, batch)
+            if problem is not None:
+                warn(problem)
         if traced.reported:  # reports may be means over rows, which only the loss sees
             traced = self._settings.trace_evaluation(program.microbatch, program.engine.key_impl, traced)
         for sentence in row_mixing(traced):

@@ -14,7 +14,7 @@ import optax
 
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.avals import is_inexact
-from jpipe.layers.loss import Loss, mean_of_sums
+from jpipe.layers.loss import Loss, WholeBatchLoss, mean_of_sums
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
@@ -59,6 +59,8 @@ class Reference:
             loss,
             schedule.check(),
         )
+        if isinstance(loss, WholeBatchLoss):
+            raise ValueError("`Reference` takes the loss of one microbatch at a time, got a `WholeBatchLoss`.")
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
         self.round = 0

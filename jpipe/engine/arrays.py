@@ -52,7 +52,9 @@ class TickArrays:
       minibatch_weights: the weights of the minibatches whose loss still has a gradient to take, `[num_weights]`.
       mutable_state: packed mutable state of the layers, `[R, ...]`.
       optimizer_state: packed optimizer state, `[R, ...]`.
-      outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
+      output_gradients: the gradients of a loss of the whole minibatch by those of `outputs` that have one.
+      outputs: outputs of the last stage, `[N, microbatch, ...]` each; in forward-only tables, and for a loss of the
+        whole minibatch.
       parameters: packed weights that are trained, `[V, R, ...]`; in forward-only tables all weights.
       op_count: int32 `[]`, number of operations that have run. A value that reads it waits for all
         operations of a tick.
@@ -91,6 +93,7 @@ class TickArrays:
     minibatch_weights: jax.Array
     mutable_state: Packed
     optimizer_state: Packed
+    output_gradients: list[jax.Array]
     outputs: list[jax.Array]
     parameters: Packed
     op_count: jax.Array

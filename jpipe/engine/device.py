@@ -55,6 +55,7 @@ from jpipe.engine.context import (
 )
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
+from jpipe.engine.losses import loss_of
 from jpipe.engine.operations import OPERATIONS, PREDICTION, Operation, Stage
 from jpipe.engine.scopes import Scope
 from jpipe.engine.shapes import microbatch_shapes
@@ -110,7 +111,7 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
     batch, batches = _take_batch(device, held.get("batches"), batch)
     if batches is not None:
         held["batches"] = batches
-    arrays = TickArrays(**held, **_empty_results(spec))
+    arrays = TickArrays(**held, **_empty_results(spec), **loss_of(spec).arrays(spec))
     device = device.with_weights(weights).with_batch(batch)
     arrays = _scan(device, inputs.rows[0], arrays)
     arrays = arrays.replace(parameters={name: {**arrays.constants, **arrays.parameters}[name] for name in parameters})
@@ -252,6 +253,8 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     for phase in spec.lowered.phases:
         ticks = slice(phase.start, phase.stop)
         # The ticks of the phase receive nothing of operations that it does not have.
+        if isinstance(device, TrainingDevice) and "forward" not in phase.operations:
+            arrays = loss_of(device.spec).before_backwards(device, arrays)
         _, pending = _received(spec, phase, arrays)
         first = TickScalars(spec.scalars, rows[phase.start])
         arrays = receive(spec, arrays, first, pending)

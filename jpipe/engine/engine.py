@@ -9,6 +9,7 @@ arrays.py        the arrays of a tick, and the two records that an operation get
 context.py       the values that a device and a lane know while they run
 guard.py         guards: a device leaves out an operation
 operations.py    forward, backward, weight gradient of a stage
+losses.py        the loss on the last stage
 stage_layers.py  the layers of a stage; stage_weights.py: their weights
 commit.py        moves of mutable state after a minibatch
 transport.py     messages between devices, skips

@@ -7,14 +7,13 @@ of statistics over replicas.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jpipe.engine import sums
-from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
+from jpipe.engine import losses, sums
+from jpipe.engine.arrays import Packed, ReadOnly, Written
 from jpipe.engine.commit import (
     commit,
     commit_state,
@@ -23,16 +22,17 @@ from jpipe.engine.commit import (
     has_sequences,
     has_statistics,
 )
-from jpipe.engine.context import StageContext, TrainingDevice, TrainingStage
+from jpipe.engine.context import StageContext, TrainingStage
 from jpipe.engine.stage_layers import (
-    Rings,
     StageWeights,
     add_gradients,
     for_each_layer,
     read_layer_stash,
     read_stash,
+    rings_of,
     run_layers,
     split_leaves,
+    with_rings,
     write_stash,
 )
 from jpipe.engine.stage_weights import Fetched
@@ -47,8 +47,7 @@ from jpipe.engine.transport import (
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
-from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
-from jpipe.lowering.scalars import LaneScalars
+from jpipe.lowering.rings import HEAD_GRADIENT
 from jpipe.stages.cut import LayerRun, Stages
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
@@ -73,16 +72,6 @@ class Operation(NamedTuple, Generic[Stage]):
 # -- What operations read of a microbatch
 
 
-def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Takes the microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
-    return stage.stages.values.constrained(microbatch_of(stage.scalars, leaves))
-
-
-def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Takes the lane's microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
-    return [lax.dynamic_index_in_dim(a, lane.microbatch, keepdims=False, allow_negative_indices=False) for a in leaves]
-
-
 def as_stored(stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]) -> list[jax.Array]:
     """Converts leaves of an activation to the shapes in the state: see `jpipe.engine.shapes.stored_shapes`."""
     stored = [a.reshape(b.shape) for a, b in zip(values, old, strict=True)]
@@ -105,19 +94,9 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
         if stage.stages.vocabulary.embedding is not None:
             avals = stage.stages.vocabulary.embedded
             return from_stored(stage.stages, read.embedded, avals)
-        return _microbatch(stage, stage.device.inputs)
+        return losses.microbatch(stage, stage.device.inputs)
 
     return stage.if_first(first, from_inbox)
-
-
-def _rings(*records: TickArrays) -> Rings:
-    """The rings of stashes that the records hold, by name."""
-    return {name: getattr(record, name) for record in records for name in STASHES if name in record}
-
-
-def _with_rings(written: Written, rings: Rings) -> Written:
-    """The record with new values for the rings that it holds."""
-    return written.replace(**{n: rings[n] for n in STASHES if n in written})
 
 
 # -- Forward
@@ -145,7 +124,7 @@ def predict(stage: StageContext, written: Written, read: ReadOnly) -> Written:
 def forward_writes(stage: TrainingStage) -> list[str]:
     """The arrays that `forward` writes."""
     head = stage.stages.vocabulary.head is not None
-    names = ["head_input"] if head else ["loss", "aux", "count"]
+    names = ["head_input"] if head else [*losses.loss_of(stage.spec).writes]
     names += [SENT["forward"], "message_compression"]
     if not stage.spec.numbers.runs_forward_again:
         names += FORWARD_STASHES
@@ -165,12 +144,12 @@ def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         read,
         _stage_inputs(stage, read),
         mutable_state=moving.mutable_state,
-        rings=_rings(written) if stashes else None,
+        rings=rings_of(written) if stashes else None,
         statistics=written.statistics if has_statistics(stage) else None,
         moves_state=has_sequences(stage),
     )
     if result.rings is not None:
-        written = _with_rings(written, result.rings)
+        written = with_rings(written, result.rings)
     if has_statistics(stage):
         written = written.replace(statistics=result.statistics)
     if has_sequences(stage):
@@ -180,7 +159,7 @@ def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     written = send_skips(stage, written, read, result.skips)
 
     def add_loss() -> Written:
-        return _add_loss(stage, written, result.outputs, stashes)
+        return losses.loss_of(stage.spec).forward(stage, written, result.outputs, stashes)
 
     return _send_or(add_loss, stage, written, read, result.outputs)
 
@@ -209,45 +188,6 @@ def _send_or(
     return stage.if_last(at_end, send_activation)
 
 
-def _add_loss(stage: TrainingStage, written: Written, outputs: list[jax.Array], stashes: bool) -> Written:
-    """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
-    if stashes:
-        values, aux, written = _loss_and_stash(stage, written, outputs)
-    else:
-        extra = _loss_extra(stage)
-        values, aux = stage.spec.loss.forward([], outputs, extra)
-    return written.replace(
-        loss=written.loss + values[0][None],
-        aux=[a + b[None] for a, b in zip(written.aux, aux)],
-        count=written.count + 1,
-    )
-
-
-def _loss_extra(stage: TrainingStage) -> list[jax.Array]:
-    """The arguments of the loss beside outputs: the microbatch, and a random key if the loss takes one."""
-    batch = _microbatch(stage, stage.device.batch)
-    if len(stage.spec.loss.extra) == len(batch):
-        return batch
-    return [*batch, loss_key(stage.device, stage.scalars)]
-
-
-def loss_key(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
-    """The data of the random key of the loss for the lane's microbatch."""
-    number = len(device.spec.stages.layers)  # layers draw by the numbers below
-    return jax.random.key_data(device.random_key(number, lane.microbatch_number))
-
-
-def _loss_and_stash(
-    stage: TrainingStage, written: Written, outputs: list[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array], Written]:
-    """Returns values and aux of the loss, and the arrays with its stash."""
-    extra = _loss_extra(stage)
-    values, stash, aux = stage.spec.loss.forward_and_stash([], outputs, extra)
-    places = stage.program.loss_stash
-    rings = write_stash(_rings(written), "input_stash", places, stash, stage.slot)
-    return values, aux, _with_rings(written, rings)
-
-
 # -- Backward
 
 
@@ -272,7 +212,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         lambda: _loss_gradient(stage, written, read),
         lambda: _arrived_gradient(stage, read),
     )
-    rings = _rings(written, read)
+    rings = rings_of(written, read)
     gradients = None if split else sums.sums_in(written)
     microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")
@@ -309,7 +249,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         # Gradients of skips from earlier stages leave with this backward; others meet the layer
         # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
-    written = _with_rings(written, rings)
+    written = with_rings(written, rings)
     if gradients is not None:
         written = sums.with_sums(written, gradients)
     written = send_skip_gradients(stage, written, read, skip_gradients)
@@ -335,15 +275,15 @@ def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Writte
         _stage_inputs(stage, read),
         mutable_state=read.mutable_state,
         weight_pass="backward",
-        rings=_rings(written),
+        rings=rings_of(written),
     )
     if result.rings is not None:
-        written = _with_rings(written, result.rings)
+        written = with_rings(written, result.rings)
 
     def with_loss() -> Written:
         if stage.stages.vocabulary.head is not None:
             return written
-        return _loss_and_stash(stage, written, result.outputs)[-1]
+        return losses.loss_of(stage.spec).forward_again(stage, written, result.outputs)
 
     return stage.if_last(with_loss, lambda: written)
 
@@ -356,24 +296,8 @@ def _loss_gradient(stage: TrainingStage, written: Written, read: ReadOnly) -> li
             lax.dynamic_index_in_dim(a, slot, keepdims=False, allow_negative_indices=False) for a in read.head_gradient
         ]
         return stage.stages.values.constrained(gradients)
-    loss, rings = stage.spec.loss, _rings(written, read)
-    places = stage.program.loss_stash
-    again = loss.recomputes
-    stash = read_stash(rings, "input_stash", places, stage.slot, recomputes=again)
-    gradients = loss_gradients(stage.device, stage.scalars, read)
-    return stage.stages.values.constrained(loss.backward([], stash, gradients)[1])
-
-
-def loss_gradients(device: TrainingDevice, lane: LaneScalars, read: TickArrays) -> list[jax.Array]:
-    """The gradients of the minibatch's loss by `LossTerms.values` of a microbatch, times the loss scale."""
-    divisors: list[Any] = [device.spec.schedule.num_microbatches]
-    if device.minibatch_weights is not None:
-        divisors.insert(0, device.minibatch_weights[lane.minibatch])
-    gradients = [jnp.ones((), value.dtype) / divisor for value, divisor in zip(device.spec.loss.outputs, divisors)]
-    scale = device.loss_scale(read)
-    if scale is None:
-        return gradients
-    return [gradient * scale.astype(gradient.dtype) for gradient in gradients]
+    gradients = losses.loss_of(stage.spec).gradients(stage, written, read)
+    return stage.stages.values.constrained(gradients)
 
 
 def _arrived_gradient(stage: TrainingStage, read: ReadOnly) -> list[jax.Array]:
@@ -408,9 +332,9 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
             kind: LayerProgram = kind,
         ) -> Packed:
             parameters = weights.for_backward(run, kind, i, fetched)
-            stash = read_layer_stash(_rings(read), run, kind, stage.slot, i, only="weight_stash")
+            stash = read_layer_stash(rings_of(read), run, kind, stage.slot, i, only="weight_stash")
             places = run.split_residuals
-            values = read_stash(_rings(read), SPLIT, places, stage.slot, i)
+            values = read_stash(rings_of(read), SPLIT, places, stage.slot, i)
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
             return add_gradients(gradients, run, values, column, row, stage.joins, microbatch)

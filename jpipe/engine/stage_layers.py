@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed, TickArrays, TickStash
+from jpipe.engine.arrays import Packed, TickArrays, TickStash, Written
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_weights import Fetched, StageWeights, gathered_along_fsdp
@@ -23,6 +23,7 @@ from jpipe.gradients.sums import Microbatch
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
 from jpipe.layers.state_update import StateUpdate
+from jpipe.lowering.rings import STASHES
 from jpipe.packing import Lead, Place
 from jpipe.stages.cut import LayerRun
 
@@ -32,6 +33,16 @@ Rings = Mapping[str, Packed | TickStash]
 
 SlotOf = Callable[[str], Lead]
 """Ring -> leading indices of a slot."""
+
+
+def rings_of(*records: TickArrays) -> Rings:
+    """The rings of stashes that the records hold, by name."""
+    return {name: getattr(record, name) for record in records for name in STASHES if name in record}
+
+
+def with_rings(written: Written, rings: Rings) -> Written:
+    """The record with new values for the rings that it holds."""
+    return written.replace(**{n: rings[n] for n in STASHES if n in written})
 
 
 # -- Loops

@@ -57,6 +57,7 @@ class TrainingPass(PassSpec):
     Attributes:
       loss: the program of the loss, see `jpipe.layers.loss.TracedLoss`.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
+      has_whole_batch_loss: whether `loss` sees the rows of all microbatches of all replicas at once.
       updates: the optimizer on each stage.
       communication: options of messages. Without `overlap` all messages of a tick leave after its compute, which is
         faster where devices share cores.
@@ -65,6 +66,7 @@ class TrainingPass(PassSpec):
 
     loss: LayerProgram
     loss_weight: Equations | None
+    has_whole_batch_loss: bool = False
     updates: StageUpdates
     communication: Communication
     offload: Offload

@@ -24,13 +24,8 @@ from jpipe import packing, vocabulary
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, TrainingDevice
 from jpipe.engine.guard import Branch, run_one_of
-from jpipe.engine.operations import (
-    as_stored,
-    from_stored,
-    loss_gradients,
-    loss_key,
-    microbatch_of,
-)
+from jpipe.engine.losses import loss_gradients, loss_key, microbatch_of
+from jpipe.engine.operations import as_stored, from_stored
 from jpipe.engine.stage_layers import gathered_along_fsdp
 from jpipe.engine.transport import put_row
 from jpipe.layers.avals import is_inexact

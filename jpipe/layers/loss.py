@@ -90,6 +90,51 @@ def mean_of_sums(total: Any, sums: tuple, count: Any) -> tuple[Any, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeBatchLoss:
+    """A loss that sees the whole minibatch at once: the outputs of all microbatches on all replicas.
+
+    For losses across rows, such as contrastive ones, whose value is no mean of the values of microbatches. The last
+    stage computes it between the last forward and the first backward, so it needs a table whose forwards all come
+    before its backwards, such as `jpipe.schedules.gpipe`. The last stage keeps the outputs of the minibatch, and each
+    replica gets those of all replicas.
+
+    Attributes:
+      function: `(outputs, batch) -> scalar`, or `(scalar, aux)` with `has_aux`, for all rows of a minibatch in the
+        order of the batch.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe, optax
+      >>> def contrastive(outputs, batch):
+      ...     logits = outputs @ batch["texts"].T
+      ...     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
+      >>> pipe = jpipe.Pipeline(
+      ...     [jpipe.InitApply(lambda key, x: jnp.eye(3), lambda w, x: x @ w)],
+      ...     loss=jpipe.WholeBatchLoss(contrastive),
+      ...     optimizer=optax.sgd(0.1),
+      ...     schedule=jpipe.schedules.gpipe(num_stages=1, num_microbatches=2),
+      ... )
+      >>> batch = {"inputs": jnp.eye(4, 3), "texts": jnp.ones((4, 3))}
+      >>> state = pipe.init(jax.random.key(0), batch)
+      >>> state, metrics = pipe.step(state, batch)
+      >>> f"{metrics['loss']:.4f}"  # the log of the number of rows
+      '1.3863'
+    """
+
+    function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(
+                f"`function` of `WholeBatchLoss` must be a function `(outputs, batch) -> scalar`, got "
+                f"{type(self.function).__name__}."
+            )
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        """The loss of a whole minibatch."""
+        return self.function(outputs, batch)
+
+
+@dataclasses.dataclass(frozen=True)
 class Loss:
     """The loss function of a pipeline, called in one way whatever its signature.
 
@@ -97,15 +142,26 @@ class Loss:
       function: `(outputs, batch, ...) -> scalar` or `(sum, weight)`, or either with aux.
       has_aux: whether the function returns `(loss, aux)`.
       asks: the names in `OPTIONAL_ARGUMENTS` that the function takes.
+      num_parts: the number of microbatches, of all replicas, whose rows the function sees at once in training; None:
+        one microbatch.
     """
 
     function: Callable[..., Any]
     has_aux: bool = False
     asks: tuple[str, ...] = ()
+    num_parts: int | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any], has_aux: bool) -> "Loss":
-        """Reads the signature of the user's function."""
+        """Reads the signature of the user's function. A `WholeBatchLoss` is for minibatches of one microbatch."""
+        if isinstance(function, WholeBatchLoss):
+            loss = cls.of(function.function, has_aux)
+            if loss.asks:
+                raise ValueError(
+                    "`WholeBatchLoss` takes a function `(outputs, batch)`, and this one takes "
+                    f"`{loss.asks[0]}` too, of which each microbatch has its own. Leave it out."
+                )
+            return dataclasses.replace(loss, num_parts=1)
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):  # a builtin, say: outputs and batch it is
@@ -116,6 +172,10 @@ class Loss:
         )
         names = {p.name for p in parameters if p.kind in keywords}
         return cls(function, has_aux, tuple(n for n in OPTIONAL_ARGUMENTS if n in names))
+
+    def with_parts(self, number: int) -> "Loss":
+        """The loss for minibatches of so many microbatches on all replicas."""
+        return self if self.num_parts is None else dataclasses.replace(self, num_parts=number)
 
     @property
     def in_evaluation(self) -> "Loss":
@@ -213,6 +273,8 @@ def trace_loss(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch
       ValueError: if the loss cannot take the outputs, does not return a scalar or `(sum, weight)`, or its weight
         depends on the outputs.
     """
+    if loss.num_parts is not None:
+        outputs, microbatch = (_together(tree, loss.num_parts, microbatch) for tree in (outputs, microbatch))
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key)))
     wants_key = "key" in loss.asks
     # Without reports and key the arguments are the outputs and the batch alone.
@@ -240,12 +302,31 @@ def trace_loss(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch
     _check_result(loss, result)
 
     def function(_, inputs, extra):
-        return tuple(loss.terms(*arguments(inputs, extra)))
+        terms = loss.terms(*arguments(inputs, extra))
+        if loss.num_parts is None:
+            return tuple(terms)
+        value, aux = terms.mean()
+        return [value], (aux,)
 
     program = trace_layer(function, (), inputs, extra, has_aux=True)
-    if result.weight is None:
+    if result.weight is None or loss.num_parts is not None:
         return TracedLoss(program, None)
     return TracedLoss(program, _weight_of_batch(called, inputs, extra))
+
+
+def _together(tree: Any, num_parts: int, microbatch: Any) -> Any:
+    """The abstract arrays of several microbatches with all their rows."""
+    num_rows = jax.tree.leaves(microbatch)[0].shape[0]
+
+    def together(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if a.shape[:1] != (num_rows,):
+            raise ValueError(
+                "`WholeBatchLoss` puts the rows of all microbatches together, and the last layer returns "
+                f"{shapes_text(a)}, whose first dim is not that of a microbatch, {num_rows}. Return arrays with rows."
+            )
+        return jax.ShapeDtypeStruct((num_parts * num_rows, *a.shape[1:]), a.dtype)
+
+    return jax.tree.map(together, tree)
 
 
 def _weight_of_batch(called: Callable, inputs: tuple, extra: tuple) -> Equations:

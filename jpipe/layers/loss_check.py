@@ -101,7 +101,8 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue, is_mask
         f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for "
         "their halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
         f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]}{no_guard} A loss that compares rows with "
-        "each other sees the rows of one microbatch only."
+        "each other sees the rows of one microbatch only: in a table whose forwards all come first, such as GPipe's, "
+        "`jpipe.WholeBatchLoss` sees those of the whole minibatch."
     )
 
 

@@ -91,11 +91,18 @@ class TrainingTrace(Traced):
 
     Attributes:
       loss: the program of the loss: see `TracedLoss`.
+      has_whole_batch_loss: whether it takes the outputs of all microbatches of a minibatch at once.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
     """
 
     loss: LayerProgram
+    has_whole_batch_loss: bool
     loss_weight: Equations | None
+
+    @property
+    def loss_stash(self) -> tuple:
+        """The abstract values that the loss of a microbatch keeps until its backward."""
+        return () if self.has_whole_batch_loss else self.loss.stash
 
 
 def trace_layers(
@@ -131,7 +138,8 @@ def trace_layers(
     with constraints_on(automatic, axis_rules):
         program, weight = trace_loss(loss, outputs, traced.reported, microbatch, key_impl)
     fields = {f.name: getattr(traced, f.name) for f in dataclasses.fields(traced)}
-    return TrainingTrace(**fields, loss=program, loss_weight=weight)
+    whole = loss.num_parts is not None
+    return TrainingTrace(**fields, loss=program, has_whole_batch_loss=whole, loss_weight=weight)
 
 
 def trace_evaluation(layers: Sequence[Layer], microbatch: Any, **options: Any) -> Traced:

@@ -14,10 +14,11 @@ from jpipe._util.foreign import shown
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.call_arguments import as_given
 from jpipe.layers.layer import Layer
+from jpipe.layers.loss import WholeBatchLoss
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import STAGE, automatic
-from jpipe.schedule import Schedule
+from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import Stages
 
 # -- Arguments of `Pipeline`
@@ -40,10 +41,28 @@ def check_schedule(schedule: Any) -> Schedule:
     return schedule
 
 
-def check_loss(loss: Any) -> Callable:
-    """The loss, if it can be called."""
+def check_loss(loss: Any, schedule: Schedule) -> Callable:
+    """The loss, if it can be called, and the schedule has all outputs when it needs them."""
     if not callable(loss):
         raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
+    if isinstance(loss, WholeBatchLoss):
+        forwards, backwards = (
+            np.flatnonzero((ticks != IDLE).any(axis=1)) for ticks in (schedule.forward, schedule.backward)
+        )
+        if backwards[0] <= forwards[-1] or not schedule.drains:
+            raise ValueError(
+                "`WholeBatchLoss` needs the outputs of all microbatches before the first backward, and in schedule "
+                f"{shown(schedule.name)} backwards begin in tick {backwards[0]} and forwards end in tick "
+                f"{forwards[-1]}. Choose `jpipe.schedules.gpipe`, whose forwards all come first; or one microbatch per "
+                "minibatch, `num_microbatches=1`, and give the function itself as `loss`: then it sees all rows of a "
+                "replica."
+            )
+        if len(schedule.copies[-1]) > 1:
+            raise ValueError(
+                "`WholeBatchLoss` needs the outputs of all microbatches on one device, and the last stage of schedule "
+                f"{shown(schedule.name)} has {len(schedule.copies[-1])} copies. Give it one, or use replicas along the "
+                'axis "data".'
+            )
     return loss
 
 

@@ -246,6 +246,11 @@ class Settings:
             num_stages=self.schedule.num_stages,
             axis_rules=self.splits.axis_rules,
         )
+        if self.loss.num_parts is not None and layers.units:
+            raise ValueError(
+                "`WholeBatchLoss` takes the outputs of the last stage, and `axis_rules` let all stages run the first "
+                'and the last layer together. Leave the axis "stage" out of the rules.'
+            )
         delays = read_delays(self.schedule) if self.hooks else {}
         hooked = {name: delays[name] for name in self.hooks}
         vocabulary.check_table(layers, self.schedule, hooked)

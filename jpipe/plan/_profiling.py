@@ -88,6 +88,11 @@ def profile(
     for name in programs:
         if name not in PROGRAMS:
             raise ValueError(f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {shown(name)}.")
+    if traced.has_whole_batch_loss and programs:
+        raise ValueError(
+            "layers and the loss are measured for one microbatch, and a `WholeBatchLoss` takes a whole minibatch. "
+            "Measure a pipeline with another loss, or balance `boundaries` by FLOPs or memory."
+        )
     sums = GradientSums(dtype=None if accumulate_dtype is None else np.dtype(accumulate_dtype))
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     updates, update_of_layer = trace_updates(traced, optimizer)

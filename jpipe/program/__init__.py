@@ -89,6 +89,7 @@ class Program:
             numbers=settings.numbers,
             loss=traced.loss,
             loss_weight=traced.loss_weight,
+            has_whole_batch_loss=traced.has_whole_batch_loss,
             updates=make_updates(
                 self.stages,
                 settings.optimizer,
@@ -191,6 +192,7 @@ class Program:
             "loss": (
                 traced.loss.text,
                 traced.loss_weight and traced.loss_weight.text(),
+                traced.has_whole_batch_loss,
                 sorted(traced.reported),
             ),
             "layers of all stages": [

@@ -345,13 +345,13 @@ def cut(
     weights = [functools.partial(leaves_of, name) for name in ("parameters", "frozen")]
     versions = num_versions or [1] * num_stages
     options: dict[str, Any] = dict(tight=True, occupancy=vectors.weights)
-    packings = {"parameters": pack_weights(groups, *weights, devices, versions, hooked=hooked, **options)}
+    packings = {"parameters": pack_weights(groups, weights[0], weights[1], devices, versions, hooked=hooked, **options)}
     for name in _LEAVES_OF:
         if name in _NUMBERS_OF:
             continue
         loss: tuple = ()
         if name == "input_stash" and vocabulary_layers.head is None:
-            loss = traced.loss.stash if isinstance(traced, TrainingTrace) else ()
+            loss = traced.loss_stash if isinstance(traced, TrainingTrace) else ()
         packings[name] = groups.pack(
             functools.partial(leaves_of, name),
             last=[traced.of_microbatch(a) for a in loss],

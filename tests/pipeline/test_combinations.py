@@ -81,8 +81,8 @@ OPTIONS = {
 }
 COPIES, ASYNCHRONOUS = "copies of a stage", "asynchronous schedule"
 TIES, REPORTS, STATE = "ties across stages", "`jpipe.report`", "mutable state"
-VOCABULARY = "vocabulary layers"
-ALONE = (COPIES, ASYNCHRONOUS, TIES, REPORTS, STATE, VOCABULARY)
+VOCABULARY, WHOLE = "vocabulary layers", "`WholeBatchLoss`"
+ALONE = (COPIES, ASYNCHRONOUS, TIES, REPORTS, STATE, VOCABULARY, WHOLE)
 FEATURES = [*AXES, *OPTIONS, *OFFLOADS, *ALONE]
 PAIRS = list(itertools.combinations(FEATURES, 2))
 
@@ -114,9 +114,10 @@ def check(*features):
     schedule = make(2, 4, **replicas)
     ties = [[(0, "table"), (3, "table")]] if TIES in features else []
     rules = [("vocab", "stage")] if VOCABULARY in features else []
+    loss = with_reports if REPORTS in features else cross_entropy
     pipe = jpipe.Pipeline(
         layers,
-        loss=with_reports if REPORTS in features else cross_entropy,
+        loss=jpipe.WholeBatchLoss(loss) if WHOLE in features else loss,
         schedule=schedule,
         boundaries=[2],
         mesh=jpipe.make_mesh(stage=schedule.num_devices, **sizes),
