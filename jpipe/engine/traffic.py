@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jpipe.engine.training import TrainingPass
 from jpipe.gradients.sums import FACTORS, SUMS, places_of
+from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.packing import Packing, Place
 from jpipe.stages.codecs import (
     NO_COMPRESSION,
@@ -26,7 +27,8 @@ class MessageRecord(NamedTuple):
 
     Attributes:
       what: "activation", "gradient", "skip0", "skip0.gradient", ... between stages; "weights" between replicas of
-        a stage: their gradients.
+        a stage: their gradients; "outputs" between those of the last stage, with the batch, for a
+        `jpipe.WholeBatchLoss`.
       source: the stage that sends.
       target: the stage that receives; the same for replicas.
       num_bytes: bytes of one message (one microbatch). Between replicas: bytes that each receives in an update.
@@ -46,7 +48,7 @@ class MessageRecord(NamedTuple):
 
 
 def messages(engine: TrainingPass) -> list[MessageRecord]:
-    """The messages between stages, then the gradients between replicas of each stage."""
+    """The messages between stages, then what replicas of each stage exchange."""
     stages = engine.stages
     plain = find_routes(
         stages.num_stages,
@@ -69,6 +71,10 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
         number = len(engine.lowered.copies[s]) * engine.num_replicas
         if number > 1:
             records.append(_between_replicas(engine, s, number))
+    if engine.has_whole_batch_loss and engine.num_replicas > 1:
+        last, others = stages.num_stages - 1, (engine.num_replicas - 1) * engine.schedule.num_microbatches
+        num_bytes = others * bytes_of([*stages.outputs[0], *jax.tree.leaves(engine.microbatch)])
+        records.append(MessageRecord("outputs", last, last, num_bytes, num_bytes))
     return records
 
 

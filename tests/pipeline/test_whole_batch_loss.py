@@ -117,14 +117,20 @@ def test_training_is_that_of_the_plain_model(name, platform, monkeypatch):
         jax.tree.map(close, pipe.get_params(state), params)
 
 
-def test_the_plain_loss_and_reports_stay():
-    """A mean over rows is the same in both forms, in bfloat16 too."""
+def test_replicas_exchange_outputs_and_batch():
+    mesh = jpipe.make_mesh(stage=2, data=2)
+    *_, last = make(SCHEDULES.gpipe(2, 4), mesh=mesh).messages(batch_of(16))
+    # Of the other replica's 8 rows the outputs, the inputs and the texts, of 4 numbers of 4 bytes.
+    assert last == ("outputs", 1, 1, 8 * 3 * 16, 8 * 3 * 16)
+    assert "outputs" not in {record.what for record in make(SCHEDULES.gpipe(2, 4)).messages(batch_of(16))}
+
+
+def test_a_mean_over_rows_is_the_same_in_both_forms():
     trained = []
-    for loss in (lambda y, batch: jnp.mean((y - batch["texts"]) ** 2),) * 2:
-        form = jpipe.WholeBatchLoss(loss) if not trained else loss
+    for form in (jpipe.WholeBatchLoss, lambda loss: loss):
         pipe = jpipe.Pipeline(
             [Layer] * 2,
-            loss=form,
+            loss=form(lambda y, batch: jnp.mean((y - batch["texts"]) ** 2)),
             optimizer=optax.sgd(0.1),
             schedule=SCHEDULES.gpipe(2, 4),
             compute_dtype=jnp.bfloat16,
