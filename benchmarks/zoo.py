@@ -7,8 +7,11 @@ mean of the gradients of the same microbatches. A model whose package is not ins
     python benchmarks/zoo.py                     all models, on 2 and 4 stages
     python benchmarks/zoo.py --only gpt2,unet --stages 2
 
-Prints a table: lines that the pipeline needs beyond the model, segments, kinds of segments, seconds to trace and cut,
-seconds of the first step, and the largest differences of losses and weights.
+Prints a table: segments, kinds of segments, seconds to trace and cut, seconds of the first step, and the largest
+differences of losses and of the first update. The packages, of which some want others than they say:
+
+    pip install "transformers==4.48.0" "diffusers==0.30.0" flaxdiff recurrentgemma flaxmodels jax-resnet mamba2-jax \\
+        vitax ott-jax google-tunix
 """
 
 import argparse
@@ -20,12 +23,13 @@ import inspect
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
 
-jax.config.update("jax_num_cpu_devices", 4)
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -34,7 +38,7 @@ from flax import linen, nnx  # noqa: E402
 
 import jpipe  # noqa: E402
 
-ROWS, N = 4, 2
+ROWS, N = 8, 2
 RNG = np.random.default_rng(0)
 STEPS, LEARNING_RATE = 3, 0.01
 
@@ -279,7 +283,7 @@ def resnet_of_flaxmodels() -> Case:
 
     module = ResNet18(output="logits", pretrained=None, normalize=False, num_classes=5)
     train, evaluate = {"train": True}, {"train": False}
-    batch = {"x": images(32), "targets": RNG.integers(0, 5, ROWS)}
+    batch = {"x": images(64), "targets": RNG.integers(0, 5, ROWS)}
     return Case(jpipe.Linen(module, train=train, evaluate=evaluate), batch, cross_entropy(), lambda b: (b["x"],), train)
 
 
@@ -287,7 +291,7 @@ def resnet_of_jax_resnet() -> Case:
     from jax_resnet import ResNet18
 
     module = ResNet18(n_classes=5, norm_cls=functools.partial(linen.BatchNorm, momentum=0.9, use_running_average=False))
-    batch = {"inputs": images(32), "targets": RNG.integers(0, 5, ROWS)}
+    batch = {"inputs": images(64), "targets": RNG.integers(0, 5, ROWS)}
     return Case(module, batch, cross_entropy(), lambda b: (b["inputs"],))
 
 
@@ -427,9 +431,27 @@ def difference(found: Any, wanted: Any) -> float:
     return max(jax.tree.leaves(jax.tree.map(compare, found, wanted)))
 
 
-def run(name: str, num_stages: int) -> str:
-    """Trains one model and returns its row of the table."""
-    case = MODELS[name]()
+class Result(NamedTuple):
+    """A model, trained.
+
+    Attributes:
+      segments, kinds: numbers of segments, and of kinds of segments.
+      traced: seconds to trace and cut.
+      first: seconds of the first step, with its compile.
+      losses: the largest difference of a loss, relative.
+      updates: the largest difference of the update of a weight in the first step, see `difference`.
+    """
+
+    segments: int
+    kinds: int
+    traced: float
+    first: float
+    losses: float
+    updates: float
+
+
+def trained(case: Case, num_stages: int) -> Result:
+    """Trains a model in a pipeline and in plain JAX."""
     pipe = jpipe.Pipeline(
         case.model,
         loss=case.loss,
@@ -440,11 +462,9 @@ def run(name: str, num_stages: int) -> str:
     cut = pipe.partition(case.batch)
     traced = time.perf_counter() - start
     state = pipe.init(jax.random.key(0), case.batch)
-    params = pipe.get_params(state)
-    moved = pipe.get_mutable_state(state)
+    params, moved = pipe.get_params(state), pipe.get_mutable_state(state)
     step = plain_step(case)
-    losses, weights = 0.0, 0.0
-    first = 0.0
+    losses, updates, first = 0.0, 0.0, 0.0
     for i in range(STEPS):
         (want, moved), grads = step(params, moved)
         start = time.perf_counter()
@@ -453,12 +473,13 @@ def run(name: str, num_stages: int) -> str:
         first = first or time.perf_counter() - start
         losses = max(losses, abs(loss / float(want) - 1))
         new = jax.tree.map(lambda a, g: a - LEARNING_RATE * g, params, grads)
-        # Differences of the updates, so that a wrong gradient is not hidden by a large weight.
-        found = jax.tree.map(np.subtract, pipe.get_params(state), params)
-        weights = max(weights, difference(found, jax.tree.map(np.subtract, new, params))) if i == 0 else weights
+        if i == 0:
+            # Of the updates, so that a wrong gradient is not hidden by a large weight.
+            changes = (jax.tree.map(np.subtract, weights, params) for weights in (pipe.get_params(state), new))
+            updates = difference(*changes)
         params = new
-    segments, kinds = cut[-1].layers[1], len({*pipe._program(case.batch).traced.kind_of_layer})
-    return f"{segments} | {kinds} | {traced:.1f} | {first:.1f} | {losses:.0e} | {weights:.0e}"
+    kinds = len({*pipe._program(case.batch).traced.kind_of_layer})
+    return Result(cut[-1].layers[1], kinds, traced, first, losses, updates)
 
 
 def main() -> None:
@@ -472,7 +493,11 @@ def main() -> None:
     for name in names:
         for num_stages in map(int, args.stages.split(",")):
             try:
-                row = run(name, num_stages)
+                result = trained(MODELS[name](), num_stages)
+                row = (
+                    f"{result.segments} | {result.kinds} | {result.traced:.1f} | {result.first:.1f} | "
+                    f"{result.losses:.0e} | {result.updates:.0e}"
+                )
             except ImportError as error:
                 row = f"skipped: {error}"
             except Exception as error:

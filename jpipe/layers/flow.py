@@ -68,6 +68,9 @@ def inputs_read(equations: Equations, outputs: Sequence) -> set:
         if not any(used):
             continue
         operands = list(dict.fromkeys(variables(eqn.invars)))
+        if eqn.effects:
+            needed.update(operands)
+            continue
         alone = empty.replace(invars=operands, outvars=eqn.outvars, eqns=[eqn])
         _, reads = partial_eval.dce_jaxpr(alone, used)
         needed.update(v for v, read in zip(operands, reads, strict=True) if read)
