@@ -23,6 +23,8 @@ initial value is used. On a single device, the tie
 
     layers[-1].embedding = layers[0].token.embedding
 
+`Whole` is no list: it names one module, of any package, which the pipeline cuts by itself.
+
 Only `UNet` has connections that skip layers: its method `parts()` lists them.
 
 To add a model, write such a dataclass and add it to `Model` below. Configurations and
@@ -41,6 +43,7 @@ from models.transformer import Transformer
 from models.translation import Translation
 from models.unet import UNet
 from models.vgg import VGG
+from models.whole import Whole
 
 Model = (
     MLP
@@ -55,6 +58,7 @@ Model = (
     | Transformer
     | BERT
     | Translation
+    | Whole
 )
 
 __all__ = [
@@ -74,4 +78,5 @@ __all__ = [
     "Translation",
     "UNet",
     "VGG",
+    "Whole",
 ]

@@ -210,8 +210,9 @@ def traced_layers(config, parts: int, compute_dtype=None):
     """
     import jax
 
-    from jpipe.layers.as_layers import as_layers
     from jpipe.layers.loss import Loss
+    from jpipe.segments import model_of
+    from jpipe.segments.trace import Tracing
     from jpipe.soap.layers import layers_graph
     from train.data import shuffled
 
@@ -221,8 +222,12 @@ def traced_layers(config, parts: int, compute_dtype=None):
             f"a batch of {config.batch_size} cannot be cut into {parts} equal microbatches. Change `batch_size`."
         )
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch)
-    layers, loss = as_layers(config.model.layers()), Loss.of(config.model.loss(), True)
-    return layers_graph(layers, loss, batch, compute_dtype=compute_dtype)
+    loss = config.model.loss()
+    model = model_of(config.model.layers(), loss=loss, boundaries=None)
+    batch = model.batch(batch)
+    tracing = Tracing(compute_dtype, jax.config.jax_default_prng_impl, None, ())
+    layers = model.layers(batch, tracing, num_stages=1)
+    return layers_graph(layers, Loss.of(loss, True), batch, compute_dtype=compute_dtype)
 
 
 def table(graph, strategy) -> str:
