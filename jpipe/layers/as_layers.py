@@ -19,7 +19,7 @@ from jpipe.layers.factories import (
 from jpipe.layers.flax_linen import from_linen
 from jpipe.layers.flax_nnx import NotAModuleError, abstract_parts, from_nnx
 from jpipe.layers.functions import from_function, from_pair
-from jpipe.layers.layer import NNX, Function, InitApply, Layer, Linen, Skip
+from jpipe.layers.layer import NNX, Function, InitApply, Layer, Linen, Skip, passing_on
 from jpipe.layers.report import ReportWeights, with_reported_weights
 
 
@@ -45,7 +45,7 @@ def as_layers(layers: Sequence) -> list[Layer]:
         raise ValueError("`layers` must hold at least one layer, got none.")
     read = [as_layer(layer, i) for i, layer in enumerate(layers)]
     _check_skips(read)
-    return read
+    return _with_readers_in_line(read)
 
 
 def _whole_model(layers: Any) -> str:
@@ -96,25 +96,25 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
 
 
 def _check_skips(layers: Sequence[Layer]) -> None:
-    """Checks that every name is stashed once, and popped once by a later layer."""
+    """Checks that every name is stashed once, and popped by later layers, by each of them once."""
     stashed: dict[str, int] = {}
-    popped: dict[str, int] = {}
+    popped: set[str] = set()
     for i, layer in enumerate(layers):
-        for name in layer.pop:
-            if name in popped:
+        for j, name in enumerate(layer.pop):
+            if name in layer.pop[:j]:
                 raise ValueError(
-                    f"layer {i} ({layer.name}) pops {name!r}, which layer {popped[name]} popped "
-                    "already. Stash it under two names."
+                    f"layer {i} ({layer.name}) pops {name!r} twice. Pop it once: the layer may read it as often as "
+                    "it needs."
                 )
             if name not in stashed:
-                later = [j for j, other in enumerate(layers) if name in other.stash]
+                later = [k for k, other in enumerate(layers) if name in other.stash]
                 when = f"only layer {later[0]} does" if later else "no layer does"
-                known = ", ".join(repr(n) for n in stashed if n not in popped)
+                known = ", ".join(map(repr, stashed))
                 raise ValueError(
                     f"layer {i} ({layer.name}) pops {name!r}, which no layer before it stashes: "
-                    f"{when}. Stashed and not popped before it: {known or 'nothing'}."
+                    f"{when}. Stashed before it: {known or 'nothing'}."
                 )
-            popped[name] = i
+            popped.add(name)
         for name in layer.stash:
             if name in stashed:
                 raise ValueError(
@@ -128,6 +128,30 @@ def _check_skips(layers: Sequence[Layer]) -> None:
                 f"layer {stashed[name]} ({layers[stashed[name]].name}) stashes {name!r}, which no "
                 'layer pops. Pop it with `jpipe.skip(layer, pop="...")`, or leave it out.'
             )
+
+
+def _with_readers_in_line(layers: Sequence[Layer]) -> list[Layer]:
+    """The layers, such that every name is popped once: each reader of a tensor stashes it again for the next one.
+
+    So the tensor goes from reader to reader. No stage that does not read it receives it, and its gradients are summed
+    on the way back.
+    """
+    last_reader = {name: i for i, layer in enumerate(layers) for name in layer.pop}
+    names = {name for layer in layers for name in layer.stash}
+    current: dict[str, str] = {}  # name that the user gave -> name under which the tensor is stashed last
+    result = []
+    for i, layer in enumerate(layers):
+        pop = tuple(current.get(name, name) for name in layer.pop)
+        passed = {j: name for j, name in enumerate(layer.pop) if last_reader[name] > i}
+        for name in passed.values():
+            current[name] = f"{name} (from layer {i})"
+            while current[name] in names:
+                current[name] += "'"
+        options = dataclasses.replace(
+            layer.options, stash=(*layer.stash, *(current[name] for name in passed.values())), pop=pop
+        )
+        result.append(dataclasses.replace(passing_on(layer, tuple(passed)), options=options))
+    return result
 
 
 def as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:

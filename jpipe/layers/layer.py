@@ -159,8 +159,9 @@ def skip(layer: Any, *, stash: str | Sequence[str] = (), pop: str | Sequence[str
     """A layer with a skip connection to a later layer, or from an earlier layer.
 
     The tensors go directly from the stage that stashes them to the stage that pops them, and their
-    gradients go directly back. The stages between do not receive them. Every name is stashed once
-    and popped once.
+    gradients go directly back. The stages between do not receive them. Every name is stashed once.
+    Any number of later layers may pop it: each stage that reads the tensor receives it once, from the
+    reader before it, and the gradients of all readers are summed on the way back.
 
     Args:
       layer: anything that may be given as a layer. With `pop` it is called as
@@ -301,6 +302,38 @@ class Layer:
                 f"{1 + len(self.stash)}, its outputs and the stashed tensors, got {got}."
             )
         return returned
+
+
+def passing_on(layer: Layer, positions: tuple[int, ...]) -> Layer:
+    """Returns `layer`, which also stashes popped tensors again, after what it stashes itself.
+
+    Args:
+      layer: the layer, with the names that it stashes itself.
+      positions: positions of those tensors among the tensors that the layer pops. Empty: the layer as it is.
+    """
+    if not positions:
+        return layer
+
+    def kept(args: tuple) -> list:
+        # A copy of the containers, for a layer may change those that it takes.
+        return [jax.tree.map(lambda a: a, args[1 + j]) for j in positions]
+
+    def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[tuple, Any]:
+        passed = kept(args)
+        returned, state = layer.train(parameters, state, key, args)
+        return (*layer.outputs(returned), *passed), state
+
+    def evaluate(parameters: Any, state: Any, args: tuple) -> tuple:
+        passed = kept(args)
+        return (*layer.outputs(layer.evaluate(parameters, state, args)), *passed)
+
+    return dataclasses.replace(
+        layer,
+        train=train,
+        evaluate=evaluate,
+        bind=None if layer.bind is None else lambda args: passing_on(layer.bound(args), positions),
+        alike=None if layer.alike is None else (layer.alike, "passes on", positions),
+    )
 
 
 def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]) -> Any:

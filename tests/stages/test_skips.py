@@ -104,8 +104,16 @@ WRONG = {
         "layer 1 .*stashes 'a', which layer 0 stashed already",
     ),
     "popped twice": (
-        [wrapped(stash="a"), wrapped(pop="a"), wrapped(pop="a")],
-        "layer 2 .*pops 'a', which layer 1 popped already",
+        [wrapped(stash="a"), wrapped(pop=("a", "a"))],
+        r"layer 1 .*pops 'a' twice\. Pop it once",
+    ),
+    "one value returned by a reader": (
+        [
+            skip(jpipe.Function(lambda x: (x, x)), stash="a"),
+            skip(jpipe.Function(lambda x, a: x), stash="b", pop="a"),
+            wrapped(pop=("a", "b")),
+        ],
+        "layer 1 .*it stashes b, so it must return a tuple of 2.* got one value",
     ),
     "one value returned": (
         [skip(jpipe.Function(jnp.tanh), stash="a"), wrapped(pop="a")],
