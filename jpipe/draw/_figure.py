@@ -62,14 +62,6 @@ def figure(schedule: Schedule) -> "Figure":
       ValueError: if the schedule is not legal.
       ImportError: if Matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
-            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
-        ) from error
-
     facts = schedule.facts()
     shown = unrolled(schedule)
     layout = _Layout.of(shown, schedule.num_ticks, schedule.synchronous)
@@ -77,7 +69,7 @@ def figure(schedule: Schedule) -> "Figure":
     panels = list(itertools.pairwise(layout.panels))
     total_width = _LEFT + _PANEL + _RIGHT
     total_height = _TOP + len(panels) * (height + _BETWEEN) - _BETWEEN + _BOTTOM
-    fig = Figure(figsize=(total_width, total_height), facecolor="white")
+    fig = empty_figure(total_width, total_height)
     cells = list(_cells(shown, layout))
     for i, (first, last) in enumerate(panels):
         below = total_height - _TOP - height - i * (height + _BETWEEN)
@@ -384,16 +376,41 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
       ImportError: if Matplotlib is not installed.
       OSError: if the file cannot be written.
     """
+    check_suffix(path)
+    write(figure(schedule), path, headline(schedule))
+
+
+def empty_figure(width: float, height: float) -> "Figure":
+    """A white figure of a size in inches.
+
+    Raises:
+      ImportError: if Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
+            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
+        ) from error
+    return Figure(figsize=(width, height), facecolor="white")
+
+
+def check_suffix(path: str | os.PathLike[str]) -> None:
+    """Raises a `ValueError` if figures cannot be written to a file of this name."""
     suffix = pathlib.Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(
             f"cannot draw to `{path}`: its suffix {suffix!r} is none of {', '.join(SUFFIXES)}. Choose one of these."
         )
-    drawn = figure(schedule)
+
+
+def write(drawn: "Figure", path: str | os.PathLike[str], title: str) -> None:
+    """Writes a figure to a file, which carries a title. The bytes are the same every time."""
     import matplotlib
 
-    metadata: dict[str, str | None] = {"Title": headline(schedule)}
+    metadata: dict[str, str | None] = {"Title": title}
     # Without a date the file is the same every time.
-    metadata |= {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix, {})
+    metadata |= {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(pathlib.Path(path).suffix.lower(), {})
     with matplotlib.rc_context({"svg.hashsalt": "jpipe", "svg.fonttype": "none"}):
         drawn.savefig(path, dpi=150, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Kinds of operations, words and the unrolled table, for text and figures."""
+"""What text and figures share: kinds of operations, words, the unrolled table, and the lines of a model."""
 
 from typing import NamedTuple
 
@@ -106,3 +106,43 @@ def per_stage_facts(facts: Facts) -> dict[str, list[int]]:
         "backward delay": facts.backward_delay.tolist(),
         "weight versions": facts.weight_versions.tolist(),
     }
+
+
+class LayerRow(NamedTuple):
+    """A line or a box of a model: one layer, or neighbours that are alike.
+
+    Attributes:
+      numbers: the number of the layer, or the first and the last.
+      name: its name.
+      num_parameters: the number of weights.
+      flops: the FLOPs, as text.
+      share: their share of those of the model.
+      out: bytes of the outputs, as text.
+      notes: words on the number of layers, tied weights and skips.
+    """
+
+    numbers: str
+    name: str
+    num_parameters: int
+    flops: str
+    share: float
+    out: str
+    notes: list[str]
+
+
+class StageRows(NamedTuple):
+    """The lines or boxes of a stage, or of layers that all stages run together.
+
+    Attributes:
+      number: the stage; None: all stages.
+      title: words for the stage and its device.
+      totals: the sums of its layers, in words.
+      rows: the lines.
+      cut: words on what crosses to the next stage, and on the skips beside it; empty where no stage follows.
+    """
+
+    number: int | None
+    title: str
+    totals: str
+    rows: list[LayerRow]
+    cut: list[str]
