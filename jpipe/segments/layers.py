@@ -3,7 +3,7 @@
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +12,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import shapes_text
+from jpipe.layers.equations import variables
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, Turn, unflattened
 from jpipe.layers.report import report
 from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.model_loss import ModelLoss
+from jpipe.segments.passages import Passage, passages
 from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
 from jpipe.segments.trace import Trace, Tracing
 from jpipe.segments.turns import in_turns, stacked, turns_of
@@ -83,11 +85,41 @@ def layers_of_model(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
+    passed = _passages((places, places_there), parts)
+    if passed is not None:
+        parts = [
+            (
+                _SegmentProgram(trained, places, k, owners, passed[0]),
+                _SegmentProgram(evaluated, places_there, k, owners, passed[1]),
+            )
+            for k in range(len(parts))
+        ]
     ends = [*(place.mark for place in places), ()]
     read = {i for part, there_too in parts for i in (*part.parameters, *there_too.parameters)}
     # What the model never reads has no gradient, and a weight decay all the same.
     unread = [i for i in range(len(leaves.paths[0])) if i not in read]
     return [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
+
+
+def _passages(
+    places: tuple[Sequence[CutPlace], Sequence[CutPlace]], parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]]
+) -> tuple["_Passages", "_Passages"] | None:
+    """The ways of the values in training and in evaluation; None: all go from segment to segment."""
+    variables_of = [list(dict.fromkeys(v for place in trace_places for v in place.crossing)) for trace_places in places]
+    numbers = [{v: n for n, v in enumerate(known)} for known in variables_of]
+    crossing = [
+        [[number[v] for v in place.crossing] for place in trace_places]
+        for trace_places, number in zip(places, numbers, strict=True)
+    ]
+    if crossing[0] != crossing[1]:
+        return None
+    reads = [
+        {number[v] for part, number in zip(pair, numbers, strict=True) for v in part.read_values if v in number}
+        for pair in parts
+    ]
+    found = passages(crossing[0], reads)
+    first, second = (_Passages(found, known) for known in variables_of)
+    return first, second
 
 
 def _inside_of_writes(
@@ -231,19 +263,41 @@ class _SegmentProgram:
       written: number of a leaf of the state that it moves -> its new value.
     """
 
-    def __init__(self, trace: Trace, places: Sequence[CutPlace], k: int, owners: Sequence[int]):
+    def __init__(
+        self,
+        trace: Trace,
+        places: Sequence[CutPlace],
+        k: int,
+        owners: Sequence[int],
+        passed: "_Passages | None" = None,
+    ):
         roles, equations = trace.flow.roles, trace.flow.program.equations
         self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
-        self._data = roles.data if k == 0 else places[k - 1].crossing
+        self._data, self._popped = roles.data if k == 0 else places[k - 1].crossing, ()
+        passed_on, stashed = _passed_on(roles, places, k), ()
+        if passed is not None:
+            if k > 0:
+                self._data = passed.variables(passed.segments[k - 1].activation)
+            if k < len(places):
+                passed_on = passed.variables(passed.segments[k].activation)
+            self._popped = passed.variables(passed.segments[k].pop.values())
+            stashed = passed.variables(passed.segments[k].stash.values())
+        self.stash, self.pop = ((), ()) if passed is None else passed.names(k)
         positions = [0, *(place.position for place in places), len(equations)]
         effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
-        passed_on = _passed_on(roles, places, k)
         self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
         self._number = len(passed_on)
-        self.program = trace.flow.program.part(_given(roles, places, k), [*passed_on, *self.written.values()], effects)
+        given = (*roles.parameters, *roles.state, *roles.keys, *self._data, *self._popped)
+        self.program = trace.flow.program.part(given, [*passed_on, *stashed, *self.written.values()], effects)
         read = self.program.read()
         self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
         self.state = [i for i, v in enumerate(roles.state) if v in read]
+
+    @property
+    def read_values(self) -> set:
+        """The variables that its equations read, and that the last segment returns."""
+        read = {v for eqn in self.program.equations for v in variables(eqn.invars)}
+        return read | set(variables(self.program.outputs)) if self.is_last else read
 
     @functools.cached_property
     def text(self) -> str:
@@ -252,22 +306,51 @@ class _SegmentProgram:
         inputs = [v for v in self.program.inputs if v in read]
         return self.program.part(inputs, self.program.outputs).text()
 
-    def values(self, parameters: Sequence, state: Sequence, keys: Sequence, activation: Any) -> tuple:
-        """Runs the segment: what it passes on, what the model reports, and the new state by number.
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The numbers of values that it gets and passes on, in each way."""
+        return len(self._data), len(self._popped), len(self.stash), self._number
+
+    def values(self, parameters: Sequence, state: Sequence, keys: Sequence, args: tuple) -> tuple:
+        """Runs the segment: `(outputs, *stashed)`, what the model reports, and the new state by number.
 
         Args:
           parameters: of the whole model, None where the segment reads nothing.
           state: the same of the state.
           keys: random keys.
-          activation: what crosses the place before it.
+          args: the activation, and the values of skip connections.
         """
+        activation, *popped = args
         data = jax.tree.leaves(activation) if self._is_first or len(self._data) != 1 else [activation]
-        results = self.program(*parameters, *state, *keys, *data)
-        passed_on, written = results[: self._number], dict(zip(self.written, results[self._number :]))
+        results = self.program(*parameters, *state, *keys, *data, *popped)
+        passed_on, stop = results[: self._number], self._number + len(self.stash)
+        stashed, written = results[self._number : stop], dict(zip(self.written, results[stop:]))
+        reported: dict = {}
         if self.is_last:
             outputs, reported = self.trace.results.unflatten(passed_on)
-            return outputs, reported, written
-        return passed_on[0] if len(passed_on) == 1 else tuple(passed_on), {}, written
+        else:
+            outputs = passed_on[0] if len(passed_on) == 1 else tuple(passed_on)
+        return (outputs, *stashed) if stashed else outputs, reported, written
+
+
+class _Passages(NamedTuple):
+    """The ways of the values in one trace.
+
+    Attributes:
+      segments: the passage of each segment.
+      known: the variable of each number.
+    """
+
+    segments: Sequence[Passage]
+    known: Sequence[Any]
+
+    def variables(self, numbers: Iterable[int]) -> tuple:
+        """The variables of numbers."""
+        return tuple(self.known[n] for n in numbers)
+
+    def names(self, k: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of the skip connections that start and end at a segment."""
+        return tuple(self.segments[k].stash), tuple(self.segments[k].pop)
 
 
 class _ModelLeaves(NamedTuple):
@@ -378,13 +461,13 @@ def _segment(
 
     def train(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple[Any, Any]:
         before = spread(state, 1)
-        outputs, reported, written = trained.values(spread(parameters, 0), before, [key], *args)
+        outputs, reported, written = trained.values(spread(parameters, 0), before, [key], args)
         for name, value in reported.items():
             report(name, value)
         return outputs, leaves.chosen([written.get(i, a) for i, a in enumerate(before)], 1, numbers[1])
 
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
-        outputs, _, _ = evaluated.values(spread(parameters, 0), spread(state, 1), [], *args)
+        outputs, _, _ = evaluated.values(spread(parameters, 0), spread(state, 1), [], args)
         return outputs
 
     init = model.init
@@ -397,9 +480,9 @@ def _segment(
         evaluate,
         init=None if init is None else lambda key: chosen(leaves.cut(_lists(init(key)))),
         given=None if leaves.given is None else chosen(leaves.given),
-        options=LayerOptions(segment=mark),
+        options=LayerOptions(segment=mark, stash=trained.stash, pop=trained.pop),
         # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
-        alike=None if model.state else (trained.text, evaluated.text, trained.is_last),
+        alike=None if model.state else (trained.text, evaluated.text, trained.is_last, trained.form),
         specs={} if leaves.specs is None else leaves.chosen(leaves.specs, 0, numbers[0]),
         variables={} if leaves.variables is None else leaves.chosen(leaves.variables, 0, numbers[0]),
         has_batch_norm=model.has_batch_norm,
