@@ -53,7 +53,7 @@ test-zoo-new:
 .PHONY: test-zoo-in-new
 test-zoo-in-new:
 	@$(NEW)/bin/python -c 'import sys, flax, jax, optax; print("Python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (jax, flax, optax)))'
-	$(NEW)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow and not exhaustive" tests/zoo $(ARGS)
+	$(NEW)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow and not exhaustive" tests/flax_zoo $(ARGS)
 
 $(NEW)/requirements.stamp: pyproject.toml
 	test -x $(NEW)/bin/python || $(NEW_PYTHON) -m venv $(NEW)

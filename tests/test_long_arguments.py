@@ -47,6 +47,7 @@ NOT_OURS = {
     ("largest_curvature", "scale"),
     ("report", "value"),
     ("random_delays", "seed"),
+    ("stage_end", "x"),
 }
 
 FUNCTIONS = [

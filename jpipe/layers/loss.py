@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe._util.suggest import suggests
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
 from jpipe.layers.call_arguments import as_given
@@ -89,6 +90,7 @@ def mean_of_sums(total: Any, sums: tuple, count: Any) -> tuple[Any, Any]:
     return mean(total, others[1]), jax.tree.map(mean, aux, others[2])
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class WholeBatchLoss:
     """A loss that sees the whole minibatch at once: the outputs of all microbatches on all replicas.

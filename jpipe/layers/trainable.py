@@ -247,7 +247,7 @@ def _named_paths(chosen: Any) -> Iterator[tuple[Any, Callable[[Path, Any], bool]
 
 def _text(path: Path) -> str:
     """A path in words of a message."""
-    return repr(".".join(map(str, path)))
+    return shown(".".join(key if isinstance(key, str) else str(key) for key in path))
 
 
 def _keys(tree: Mapping) -> str:

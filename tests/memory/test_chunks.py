@@ -11,7 +11,9 @@ import models
 from jpipe.memory import best_chunk_size, pack_chunks
 
 MODELS = {
-    model.__name__: model for model in vars(models).values() if isinstance(model, type) and hasattr(model, "layers")
+    model.__name__: model
+    for model in vars(models).values()
+    if isinstance(model, type) and hasattr(model, "layers") and model is not models.Whole
 }
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax_zoo import plain
 from helpers import refused
-from zoo import plain
 
 import jpipe
 from jpipe.states import batch_shapes

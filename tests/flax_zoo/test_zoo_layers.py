@@ -1,15 +1,15 @@
 """Every layer class of Flax does in a pipeline of two stages what it does in plain Flax, or is refused."""
 
 import pytest
-from zoo.layers import CLASSES, EXAMPLES, NO_LAYERS
-from zoo.pipelined import KEY, batches, cases, check_layer, layer_pipeline
+from flax_zoo.layers import CLASSES, EXAMPLES, NO_LAYERS
+from flax_zoo.pipelined import KEY, batches, cases, check_layer, layer_pipeline
 
 REFUSED = [name for name, example in EXAMPLES.items() if example.refused]
 
 
 def test_every_class_has_an_example():
     missing = set(CLASSES) - {*EXAMPLES, *NO_LAYERS}
-    assert not missing, f"add an example of {sorted(missing)} to tests/zoo/layers.py"
+    assert not missing, f"add an example of {sorted(missing)} to tests/flax_zoo/layers.py"
     assert {*EXAMPLES, *NO_LAYERS} == set(CLASSES)
 
 

@@ -1,17 +1,17 @@
 """Every optimizer of Optax does in a pipeline of two stages what it does on the whole model, or is refused."""
 
 import pytest
-from zoo.optimizers import EXAMPLES, LOSSES_AND_TOOLS, exported
-from zoo.pipelined import KEY, WIDE, batches, cases, check_optimizer, pipeline_with
+from flax_zoo.optimizers import EXAMPLES, LOSSES_AND_TOOLS, exported
+from flax_zoo.pipelined import KEY, WIDE, batches, cases, check_optimizer, pipeline_with
 
 REFUSED = [name for name, example in EXAMPLES.items() if example.refused]
 
 
 def test_every_name_has_an_example():
     missing = set(exported()) - {*EXAMPLES, *LOSSES_AND_TOOLS}
-    assert not missing, f"add {sorted(missing)} to tests/zoo/optimizers.py"
+    assert not missing, f"add {sorted(missing)} to tests/flax_zoo/optimizers.py"
     gone = {*EXAMPLES, *LOSSES_AND_TOOLS} - set(exported())
-    assert not gone, f"remove {sorted(gone)} from tests/zoo/optimizers.py"
+    assert not gone, f"remove {sorted(gone)} from tests/flax_zoo/optimizers.py"
 
 
 def slow(table, dtype):

@@ -1,7 +1,7 @@
 """Prints what the zoo holds: how many classes of Flax and names of Optax there are, which are equal, which are refused
 and why.
 
-    python tests/zoo/table.py
+    python tests/flax_zoo/table.py
 
 The tests beside it compare every line with plain Flax and Optax.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from zoo import layers, optimizers  # noqa: E402
+from flax_zoo import layers, optimizers  # noqa: E402
 
 PARTS = {
     "flax.nnx": ("nnx.", layers.ALL_EXAMPLES),

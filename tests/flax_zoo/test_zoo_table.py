@@ -3,7 +3,7 @@
 import pathlib
 
 import pytest
-from zoo.table import PARTS, counts, rows
+from flax_zoo.table import PARTS, counts, rows
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "how_to" / "model.md"
 

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from zoo import optimizers, plain
-from zoo.layers import DIM, EXAMPLES, Example, dtypes
+from flax_zoo import optimizers, plain
+from flax_zoo.layers import DIM, EXAMPLES, Example, dtypes
 
 import jpipe
 
