@@ -22,7 +22,7 @@ import importlib
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -62,6 +62,20 @@ class Case:
     keywords: dict = dataclasses.field(default_factory=dict)
 
 
+def linen_case(
+    module: linen.Module,
+    batch: dict,
+    loss: Callable,
+    names: Sequence[str],
+    train: Mapping[str, Any] | None = None,
+    evaluate: Mapping[str, Any] | None = None,
+) -> Case:
+    """A Linen module whose arguments are entries of the batch, with other arguments given once."""
+    keywords = dict(train or {})
+    model = jpipe.Linen(module, train=keywords, evaluate=keywords if evaluate is None else evaluate)
+    return Case(model, batch, loss, lambda b: tuple(b[name] for name in names), keywords)
+
+
 def tokens(vocabulary: int, length: int = 8) -> np.ndarray:
     return RNG.integers(1, vocabulary, (ROWS, length)).astype(np.int32)
 
@@ -89,25 +103,25 @@ def positions(length: int = 8) -> np.ndarray:
 # -- Models, by package
 
 
-def gpt2_of_transformers() -> Case:
-    from transformers import GPT2Config
-    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModule
-
-    config = GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=4, n_head=2)
-    module, once = FlaxGPT2LMHeadModule(config), {"deterministic": True, "return_dict": False}
+def _decoder(module: linen.Module) -> Case:
+    """A language model of transformers."""
     batch = {
         "input_ids": tokens(50),
         "attention_mask": np.ones((ROWS, 8), np.int32),
         "position_ids": positions(),
         "targets": tokens(50),
     }
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: (b["input_ids"], b["attention_mask"], b["position_ids"]),
-        once,
-    )
+    names = "input_ids", "attention_mask", "position_ids"
+    once = {"deterministic": True, "return_dict": False}
+    return linen_case(module, batch, cross_entropy(lambda outputs: outputs[0]), names, once)
+
+
+def gpt2_of_transformers() -> Case:
+    from transformers import GPT2Config
+    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModule
+
+    config = GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=4, n_head=2)
+    return _decoder(FlaxGPT2LMHeadModule(config))
 
 
 def llama_of_transformers() -> Case:
@@ -119,20 +133,7 @@ def llama_of_transformers() -> Case:
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=8,
     )  # fmt: skip
-    module, once = FlaxLlamaForCausalLMModule(config), {"deterministic": True, "return_dict": False}
-    batch = {
-        "input_ids": tokens(50),
-        "attention_mask": np.ones((ROWS, 8), np.int32),
-        "position_ids": positions(),
-        "targets": tokens(50),
-    }
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: (b["input_ids"], b["attention_mask"], b["position_ids"]),
-        once,
-    )
+    return _decoder(FlaxLlamaForCausalLMModule(config))
 
 
 def bart_of_transformers() -> Case:
@@ -151,13 +152,7 @@ def bart_of_transformers() -> Case:
     for name, length in (("attention_mask", 8), ("decoder_attention_mask", 6)):
         batch[name] = np.ones((ROWS, length), np.int32)
     batch |= {"position_ids": positions(), "decoder_position_ids": positions(6)}
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: tuple(b[name] for name in (*names, "decoder_position_ids")),
-        once,
-    )
+    return linen_case(module, batch, cross_entropy(lambda outputs: outputs[0]), (*names, "decoder_position_ids"), once)
 
 
 def bert_of_transformers() -> Case:
@@ -175,13 +170,7 @@ def bert_of_transformers() -> Case:
         "token_type_ids": np.zeros((ROWS, 8), np.int32),
     }
     names = "input_ids", "attention_mask", "token_type_ids", "position_ids"
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: tuple(b[name] for name in names),
-        once,
-    )
+    return linen_case(module, batch, cross_entropy(lambda outputs: outputs[0]), names, once)
 
 
 def vit_of_transformers() -> Case:
@@ -194,13 +183,7 @@ def vit_of_transformers() -> Case:
     config.num_labels = 5
     module, once = FlaxViTForImageClassificationModule(config), {"deterministic": True, "return_dict": False}
     batch = {"pixel_values": images(8), "targets": RNG.integers(0, 5, ROWS)}
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: (b["pixel_values"],),
-        once,
-    )
+    return linen_case(module, batch, cross_entropy(lambda outputs: outputs[0]), ("pixel_values",), once)
 
 
 def unet_of_diffusers() -> Case:
@@ -218,13 +201,20 @@ def unet_of_diffusers() -> Case:
         "encoder_hidden_states": RNG.normal(size=(ROWS, 3, 16)).astype(np.float32),
         "targets": np.moveaxis(images(8, 4), -1, 1),
     }
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        square(lambda outputs: outputs[0]),
-        lambda b: (b["sample"], b["timesteps"], b["encoder_hidden_states"]),
-        once,
+    return linen_case(
+        module, batch, square(lambda outputs: outputs[0]), ("sample", "timesteps", "encoder_hidden_states"), once
     )
+
+
+def _denoiser(module: linen.Module) -> Case:
+    """A model of flaxdiff, which denoises images by the time and a text."""
+    batch = {
+        "x": images(8),
+        "temb": RNG.random(ROWS).astype(np.float32),
+        "textcontext": RNG.normal(size=(ROWS, 3, 16)).astype(np.float32),
+        "targets": images(8),
+    }
+    return linen_case(module, batch, square(), ("x", "temb", "textcontext"))
 
 
 def unet_of_flaxdiff() -> Case:
@@ -234,13 +224,7 @@ def unet_of_flaxdiff() -> Case:
     module = Unet(
         emb_features=16, feature_depths=(8, 16), attention_configs=(heads, heads), num_res_blocks=1, norm_groups=4
     )
-    batch = {
-        "x": images(8),
-        "temb": RNG.random(ROWS).astype(np.float32),
-        "textcontext": RNG.normal(size=(ROWS, 3, 16)).astype(np.float32),
-        "targets": images(8),
-    }
-    return Case(module, batch, square(), lambda b: (b["x"], b["temb"], b["textcontext"]))
+    return _denoiser(module)
 
 
 def dit_of_flaxdiff() -> Case:
@@ -248,13 +232,7 @@ def dit_of_flaxdiff() -> Case:
     from flaxdiff.models.simple_dit import SimpleDiT
 
     module = SimpleDiT(patch_size=4, emb_features=16, num_layers=4, num_heads=2)
-    batch = {
-        "x": images(8),
-        "temb": RNG.random(ROWS).astype(np.float32),
-        "textcontext": RNG.normal(size=(ROWS, 3, 16)).astype(np.float32),
-        "targets": images(8),
-    }
-    return Case(module, batch, square(), lambda b: (b["x"], b["temb"], b["textcontext"]))
+    return _denoiser(module)
 
 
 def griffin_of_recurrentgemma() -> Case:
@@ -269,13 +247,7 @@ def griffin_of_recurrentgemma() -> Case:
     )  # fmt: skip
     module, once = recurrentgemma.Griffin(config), {"return_cache": False}
     batch = {"tokens": tokens(50), "segment_pos": positions(), "targets": tokens(50)}
-    return Case(
-        jpipe.Linen(module, train=once, evaluate=once),
-        batch,
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda b: (b["tokens"], b["segment_pos"]),
-        once,
-    )
+    return linen_case(module, batch, cross_entropy(lambda outputs: outputs[0]), ("tokens", "segment_pos"), once)
 
 
 def resnet_of_flaxmodels() -> Case:
@@ -284,7 +256,7 @@ def resnet_of_flaxmodels() -> Case:
     module = ResNet18(output="logits", pretrained=None, normalize=False, num_classes=5)
     train, evaluate = {"train": True}, {"train": False}
     batch = {"x": images(64), "targets": RNG.integers(0, 5, ROWS)}
-    return Case(jpipe.Linen(module, train=train, evaluate=evaluate), batch, cross_entropy(), lambda b: (b["x"],), train)
+    return linen_case(module, batch, cross_entropy(), ("x",), train, evaluate)
 
 
 def resnet_of_jax_resnet() -> Case:
@@ -292,7 +264,7 @@ def resnet_of_jax_resnet() -> Case:
 
     module = ResNet18(n_classes=5, norm_cls=functools.partial(linen.BatchNorm, momentum=0.9, use_running_average=False))
     batch = {"inputs": images(64), "targets": RNG.integers(0, 5, ROWS)}
-    return Case(module, batch, cross_entropy(), lambda b: (b["inputs"],))
+    return linen_case(module, batch, cross_entropy(), ("inputs",))
 
 
 def mamba_of_mamba2_jax() -> Case:
@@ -343,14 +315,14 @@ def _without_metrics() -> None:
     sys.modules["metrax.logging"] = mock.MagicMock()
 
 
-def qwen_of_tunix() -> Case:
-    """Grouped queries, rotary positions, a padding mask, tied embeddings."""
+def _qwen(**options: Any) -> Case:
+    """Qwen3 of tunix: grouped queries, rotary positions, a padding mask."""
     _without_metrics()
     from tunix.models.qwen3.model import ModelConfig, Qwen3
 
     config = ModelConfig(
         num_layers=4, vocab_size=50, embed_dim=16, hidden_dim=32, num_heads=4, head_dim=8, num_kv_heads=2,
-        rope_theta=10_000, norm_eps=1e-6, use_tied_embedding=True,
+        rope_theta=10_000, norm_eps=1e-6, **options,
     )  # fmt: skip
     once = {"cache": None}
     mask = np.tile(np.tril(np.ones((8, 8), bool)), (ROWS, 1, 1))
@@ -360,25 +332,16 @@ def qwen_of_tunix() -> Case:
         cross_entropy(lambda outputs: outputs[0]),
         lambda model, b: model(b["input_tokens"], b["positions"], None, b["attention_mask"]),
     )
+
+
+def qwen_of_tunix() -> Case:
+    """Tied embeddings."""
+    return _qwen(use_tied_embedding=True)
 
 
 def experts_of_tunix() -> Case:
-    """The same with a mixture of experts in every block."""
-    _without_metrics()
-    from tunix.models.qwen3.model import ModelConfig, Qwen3
-
-    config = ModelConfig(
-        num_layers=4, vocab_size=50, embed_dim=16, hidden_dim=32, num_heads=4, head_dim=8, num_kv_heads=2,
-        rope_theta=10_000, norm_eps=1e-6, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    once = {"cache": None}
-    mask = np.tile(np.tril(np.ones((8, 8), bool)), (ROWS, 1, 1))
-    return Case(
-        jpipe.NNX(Qwen3(config, rngs=nnx.Rngs(0)), train=once, evaluate=once),
-        {"input_tokens": tokens(50), "positions": positions(), "attention_mask": mask, "targets": tokens(50)},
-        cross_entropy(lambda outputs: outputs[0]),
-        lambda model, b: model(b["input_tokens"], b["positions"], None, b["attention_mask"]),
-    )
+    """A mixture of experts in every block."""
+    return _qwen(num_experts=4, num_experts_per_tok=2)
 
 
 MODELS = {

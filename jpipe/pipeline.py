@@ -27,6 +27,7 @@ from jpipe.engine.traffic import MessageRecord
 from jpipe.layers import model_tree
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import AxisRules
+from jpipe.layers.call_arguments import batch_text
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss_check import cut_warning
@@ -418,7 +419,7 @@ class Pipeline:
         Raises:
           ValueError: if the state cannot go on with them; nothing is donated then.
         """
-        before, shapes = state.program, batch_shapes.text(microbatch)
+        before, shapes = state.program, batch_text(microbatch)
         # The name shows to the watchdog if processes change to different shapes.
         with _watchdog.Phase(f"microbatches of {shapes}", _watchdog.LONG, self._settings.rows is not None):
             batch_shapes.check_can_change(state, microbatch)
@@ -426,7 +427,7 @@ class Pipeline:
                 program = self._program_of(microbatch, before.engine.key_impl)
             except ValueError as error:
                 raise ValueError(
-                    f"`state` was made for microbatches of {batch_shapes.text(before.microbatch)}, and the pipeline "
+                    f"`state` was made for microbatches of {batch_text(before.microbatch)}, and the pipeline "
                     f"cannot take those of this batch, {shapes}: {error}"
                 ) from error
             state = batch_shapes.taken_over(state, program)
@@ -680,6 +681,7 @@ class Pipeline:
         """
         checks.check_not_traced("step", state, batch)
         state = self._adopted(state)
+        batch = self._settings.model.batch(batch)
         microbatch, program = self._settings.microbatch(batch), state.program
         if not same_shapes(microbatch, program.microbatch):
             state, program = self._for_batch(state, microbatch)

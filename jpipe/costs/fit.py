@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from jpipe import costs, packing
 from jpipe._util.sizes import size_text
-from jpipe.layers.avals import shapes_text
-from jpipe.layers.call_arguments import as_given
+from jpipe.layers.call_arguments import batch_text
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
 from jpipe.options import exclusions
@@ -136,7 +135,7 @@ def check_fits(program: Program, limit: float) -> None:
     """
     needed = _array_bytes(program) + _temporary_bytes(program)
     if needed > limit:
-        shapes = shapes_text(as_given(program.microbatch))
+        shapes = batch_text(program.microbatch)
         raise ValueError(
             f"`device_memory` of {size_text(limit)} is too little for microbatches of {shapes}: a device needs "
             f"{size_text(needed)} ({int(needed)} bytes). What is in host memory was chosen for the first state. Make "

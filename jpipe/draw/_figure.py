@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jpipe._util.figures import new_figure
 from jpipe.draw._shared import (
     KINDS,
     headline,
@@ -69,7 +70,7 @@ def figure(schedule: Schedule) -> "Figure":
     panels = list(itertools.pairwise(layout.panels))
     total_width = _LEFT + _PANEL + _RIGHT
     total_height = _TOP + len(panels) * (height + _BETWEEN) - _BETWEEN + _BOTTOM
-    fig = empty_figure(total_width, total_height)
+    fig = new_figure(total_width, total_height, facecolor="white")
     cells = list(_cells(shown, layout))
     for i, (first, last) in enumerate(panels):
         below = total_height - _TOP - height - i * (height + _BETWEEN)
@@ -378,22 +379,6 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """
     check_suffix(path)
     write(figure(schedule), path, headline(schedule))
-
-
-def empty_figure(width: float, height: float) -> "Figure":
-    """A white figure of a size in inches.
-
-    Raises:
-      ImportError: if Matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
-            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
-        ) from error
-    return Figure(figsize=(width, height), facecolor="white")
 
 
 def check_suffix(path: str | os.PathLike[str]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jpipe.draw._figure import empty_figure
+from jpipe._util.figures import new_figure
 from jpipe.draw._shared import LayerRow, StageRows
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def figure(headline: str, stages: Sequence[StageRows]) -> "Figure":
     num_columns = max(2, min(len(stages), MOST_COLUMNS))  # two leave room for the headline
     width = 2 * _MARGIN + num_columns * (_COLUMN + _BETWEEN) - _BETWEEN
     height = _TOP + sum(heights)
-    drawn = empty_figure(width, height)
+    drawn = new_figure(width, height, facecolor="white")
     axes = drawn.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
     title, _, totals = headline.rpartition(": ")

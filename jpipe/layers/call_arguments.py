@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from jpipe.layers.avals import shapes_text
+
 WHOLE_BATCH = "batch"
 """The name of an argument that gets the whole batch."""
 
@@ -54,6 +56,11 @@ def as_given(batch: Any) -> Any:
     if not isinstance(batch, Mapping) or not isinstance(batch.get("inputs"), CallArguments):
         return batch
     return {**batch["inputs"].given(), **{name: a for name, a in batch.items() if name != "inputs"}}
+
+
+def batch_text(batch: Any) -> str:
+    """The shapes and dtypes of a batch, by the entries that the user gave, for messages."""
+    return shapes_text(as_given(batch))
 
 
 class CallSignature:

@@ -28,7 +28,7 @@ import numpy as np
 from jpipe._util.suggest import suggests
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
-from jpipe.layers.call_arguments import as_given
+from jpipe.layers.call_arguments import as_given, batch_text
 from jpipe.layers.equations import Equations
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.reported_terms import split_terms
@@ -299,7 +299,7 @@ def trace_loss(loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch
     except Exception as error:
         raise ValueError(
             f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of "
-            f"{shapes_text(as_given(microbatch))}: {type(error).__name__}: {error}"
+            f"{batch_text(microbatch)}: {type(error).__name__}: {error}"
         ) from error
     _check_result(loss, result)
 

@@ -205,6 +205,11 @@ def merged(trees: Iterable[Any]) -> dict:
     return whole(_with_turns(dict(item for tree in trees for item in jax.tree.leaves_with_path(tree))))
 
 
+def path_text(path: Path) -> str:
+    """The dotted path of a leaf in nested dicts."""
+    return ".".join(str(key.key) for key in path)
+
+
 def path_in_model(layers: Sequence[Layer], layer: int, path: Path) -> Path:
     """The path of a parameter of a layer in the tree of the model."""
     return path if is_whole(layers) else (SequenceKey(layer), *path)

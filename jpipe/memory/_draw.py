@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from jpipe._util.figures import new_figure
 from jpipe._util.foreign import shown
 from jpipe.memory._block import USES, Block, Interval, size_text, spans
 
@@ -78,19 +79,13 @@ def draw(timeline: Drawn, path: str | os.PathLike[str], panels: Sequence[str] = 
     unknown = [name for name in panels if name not in PANELS]
     if unknown:
         raise ValueError(f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {shown(unknown[0])}.")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
-            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
-        ) from error
     panels = panels or PANELS
     rows = _rows(timeline)
     heights = {"bytes": 2.8, "blocks": 0.5 + 0.13 * len(rows), "intervals": 2.6}
     panel_heights = [heights[name] for name in panels]
-    figure = Figure(figsize=(9, sum(panel_heights) + 0.5), layout="constrained")
+    figure = new_figure(9, sum(panel_heights) + 0.5, layout="constrained")
+    import matplotlib
+
     grid = figure.add_gridspec(len(panels), 2, height_ratios=panel_heights)
     for i, name in enumerate(panels):
         if name == "intervals":

@@ -269,14 +269,14 @@ class Program:
 
         Args:
           state: a state of this program, or of one with the same `prediction` that has nothing in flight.
-          batch: the minibatch.
+          batch: the minibatch, of `Model.batch`.
         """
         check_nans(state.parameters, "the state's parameters")
         limit = None if self.has_stepped else _watchdog.LONG
         devices = self.settings.mesh.devices
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
-            batch = self.batches.place(dict(self.settings.model.batch(batch)))
+            batch = self.batches.place(dict(batch))
             if state.program is not self:
                 state = self._taken_over(state, batch)
             outputs = call_bounded(self._step, devices, state.arrays(), batch, self._rows)

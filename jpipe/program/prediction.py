@@ -18,7 +18,7 @@ from jpipe.engine.state import STATE_ARRAYS, PipelineState
 from jpipe.engine.state_arrays import BUFFERS, Lives
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import shapes_key, shapes_text
-from jpipe.layers.call_arguments import as_given
+from jpipe.layers.call_arguments import batch_text
 from jpipe.layers.equations import off_mesh
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import TrainingTrace
@@ -134,7 +134,7 @@ class Predictor:
         except Exception as error:
             raise ValueError(
                 f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
-                f"{shapes_text(as_given(batch))}: {type(error).__name__}: {error}"
+                f"{batch_text(batch)}: {type(error).__name__}: {error}"
             ) from error
         result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
         return result, call

@@ -3,7 +3,7 @@
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.equations import variables
 from jpipe.layers.layer import Layer, LayerOptions
-from jpipe.layers.model_tree import Path, Turn, unflattened
+from jpipe.layers.model_tree import Path, Turn, path_text, unflattened
 from jpipe.layers.report import report
 from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.model_loss import ModelLoss
-from jpipe.segments.passages import Passage, passages
+from jpipe.segments.passages import passages
 from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
 from jpipe.segments.trace import Trace, Tracing
 from jpipe.segments.turns import in_turns, stacked, turns_of
@@ -85,12 +85,12 @@ def layers_of_model(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
-    passed = _passages((places, places_there), parts)
-    if passed is not None:
+    ports = _ports_past_others((trained, evaluated), (places, places_there), parts)
+    if ports is not None:
         parts = [
             (
-                _SegmentProgram(trained, places, k, owners, passed[0]),
-                _SegmentProgram(evaluated, places_there, k, owners, passed[1]),
+                _SegmentProgram(trained, places, k, owners, ports[0][k]),
+                _SegmentProgram(evaluated, places_there, k, owners, ports[1][k]),
             )
             for k in range(len(parts))
         ]
@@ -101,25 +101,66 @@ def layers_of_model(
     return [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
 
 
-def _passages(
-    places: tuple[Sequence[CutPlace], Sequence[CutPlace]], parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]]
-) -> tuple["_Passages", "_Passages"] | None:
-    """The ways of the values in training and in evaluation; None: all go from segment to segment."""
-    variables_of = [list(dict.fromkeys(v for place in trace_places for v in place.crossing)) for trace_places in places]
-    numbers = [{v: n for n, v in enumerate(known)} for known in variables_of]
-    crossing = [
-        [[number[v] for v in place.crossing] for place in trace_places]
-        for trace_places, number in zip(places, numbers, strict=True)
-    ]
-    if crossing[0] != crossing[1]:
+class _Ports(NamedTuple):
+    """The variables that enter and leave a segment in one trace.
+
+    Attributes:
+      data: the activation that it gets, or the inputs of the model.
+      passed_on: the activation that it passes on, or what the model returns and reports.
+      pop: name of a skip connection -> the variable that it gets by it.
+      stash: name of a skip connection -> the variable that it sends by it.
+    """
+
+    data: tuple
+    passed_on: tuple
+    pop: Mapping[str, Any]
+    stash: Mapping[str, Any]
+
+    @classmethod
+    def between(cls, roles: Roles, places: Sequence[CutPlace], k: int) -> "_Ports":
+        """The ports of segment number `k` if all that crosses its places is its activation."""
+        data = places[k - 1].crossing if k else roles.data
+        return cls(data, places[k].crossing if k < len(places) else roles.results, {}, {})
+
+
+def _ports_past_others(
+    traces: tuple[Trace, Trace],
+    places: tuple[Sequence[CutPlace], Sequence[CutPlace]],
+    parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]],
+) -> list[list[_Ports]] | None:
+    """For training and for evaluation the ports of each segment, where values go past segments that do not read them.
+
+    Returns:
+      None if there are no such values, or others cross in evaluation than in training.
+    """
+    known = [list(dict.fromkeys(v for place in here for v in place.crossing)) for here in places]
+    numbers = [{v: n for n, v in enumerate(variables_here)} for variables_here in known]
+    crossing, crossing_there = (
+        [[number[v] for v in place.crossing] for place in here] for here, number in zip(places, numbers, strict=True)
+    )
+    if crossing != crossing_there:
         return None
     reads = [
         {number[v] for part, number in zip(pair, numbers, strict=True) for v in part.read_values if v in number}
         for pair in parts
     ]
-    found = passages(crossing[0], reads)
-    first, second = (_Passages(found, known) for known in variables_of)
-    return first, second
+    ways = passages(crossing, reads)
+    if not any(way.stash for way in ways):
+        return None
+
+    def ports(trace: Trace, variables_here: Sequence, k: int) -> _Ports:
+        roles, way = trace.flow.roles, ways[k]
+        return _Ports(
+            tuple(variables_here[n] for n in ways[k - 1].activation) if k else roles.data,
+            tuple(variables_here[n] for n in way.activation) if k + 1 < len(ways) else roles.results,
+            {name: variables_here[n] for name, n in way.pop.items()},
+            {name: variables_here[n] for name, n in way.stash.items()},
+        )
+
+    return [
+        [ports(trace, variables_here, k) for k in range(len(ways))]
+        for trace, variables_here in zip(traces, known, strict=True)
+    ]
 
 
 def _inside_of_writes(
@@ -229,10 +270,10 @@ def _owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
         return []
     stops = [place.position for place in places]
     computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    reading = [
-        flow.program.part(_given(flow.roles, places, k), _passed_on(flow.roles, places, k)).read()
-        for k in range(len(places) + 1)
-    ]
+    reading = []
+    for k in range(len(places) + 1):
+        ports = _Ports.between(flow.roles, places, k)
+        reading.append(flow.program.part((*flow.roles.held, *ports.data), ports.passed_on).read())
     owners = []
     for old, new in zip(flow.roles.state, flow.roles.new_state):
         if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at:
@@ -242,17 +283,6 @@ def _owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
     return owners
 
 
-def _given(roles: Roles, places: Sequence[CutPlace], k: int) -> tuple:
-    """The variables that a segment may read, apart from constants."""
-    data = places[k - 1].crossing if k else roles.data
-    return (*roles.parameters, *roles.state, *roles.keys, *data)
-
-
-def _passed_on(roles: Roles, places: Sequence[CutPlace], k: int) -> tuple:
-    """The variables that a segment passes on."""
-    return places[k].crossing if k < len(places) else roles.results
-
-
 class _SegmentProgram:
     """A segment in one trace of the model.
 
@@ -260,6 +290,7 @@ class _SegmentProgram:
       trace: of the model.
       program: of the segment, from all parameters, all of the state, keys, and what crosses the place before it.
       parameters, state: numbers of those that it reads.
+      ports: what enters and leaves it.
       written: number of a leaf of the state that it moves -> its new value.
     """
 
@@ -269,26 +300,17 @@ class _SegmentProgram:
         places: Sequence[CutPlace],
         k: int,
         owners: Sequence[int],
-        passed: "_Passages | None" = None,
+        ports: _Ports | None = None,
     ):
         roles, equations = trace.flow.roles, trace.flow.program.equations
         self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
-        self._data, self._popped = roles.data if k == 0 else places[k - 1].crossing, ()
-        passed_on, stashed = _passed_on(roles, places, k), ()
-        if passed is not None:
-            if k > 0:
-                self._data = passed.variables(passed.segments[k - 1].activation)
-            if k < len(places):
-                passed_on = passed.variables(passed.segments[k].activation)
-            self._popped = passed.variables(passed.segments[k].pop.values())
-            stashed = passed.variables(passed.segments[k].stash.values())
-        self.stash, self.pop = ((), ()) if passed is None else passed.names(k)
+        self.ports = ports or _Ports.between(roles, places, k)
         positions = [0, *(place.position for place in places), len(equations)]
         effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
         self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
-        self._number = len(passed_on)
-        given = (*roles.parameters, *roles.state, *roles.keys, *self._data, *self._popped)
-        self.program = trace.flow.program.part(given, [*passed_on, *stashed, *self.written.values()], effects)
+        given = (*roles.held, *self.ports.data, *self.ports.pop.values())
+        outputs = [*self.ports.passed_on, *self.ports.stash.values(), *self.written.values()]
+        self.program = trace.flow.program.part(given, outputs, effects)
         read = self.program.read()
         self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
         self.state = [i for i, v in enumerate(roles.state) if v in read]
@@ -309,7 +331,8 @@ class _SegmentProgram:
     @property
     def form(self) -> tuple[int, ...]:
         """The numbers of values that it gets and passes on, in each way."""
-        return len(self._data), len(self._popped), len(self.stash), self._number
+        data, passed_on, pop, stash = map(len, self.ports)
+        return data, passed_on, pop, stash
 
     def values(self, parameters: Sequence, state: Sequence, keys: Sequence, args: tuple) -> tuple:
         """Runs the segment: `(outputs, *stashed)`, what the model reports, and the new state by number.
@@ -321,36 +344,17 @@ class _SegmentProgram:
           args: the activation, and the values of skip connections.
         """
         activation, *popped = args
-        data = jax.tree.leaves(activation) if self._is_first or len(self._data) != 1 else [activation]
-        results = self.program(*parameters, *state, *keys, *data, *popped)
-        passed_on, stop = results[: self._number], self._number + len(self.stash)
-        stashed, written = results[self._number : stop], dict(zip(self.written, results[stop:]))
+        data = jax.tree.leaves(activation) if self._is_first or len(self.ports.data) != 1 else [activation]
+        results = iter(self.program(*parameters, *state, *keys, *data, *popped))
+        passed_on = list(itertools.islice(results, len(self.ports.passed_on)))
+        stashed = list(itertools.islice(results, len(self.ports.stash)))
+        written = dict(zip(self.written, results, strict=True))
         reported: dict = {}
         if self.is_last:
             outputs, reported = self.trace.results.unflatten(passed_on)
         else:
             outputs = passed_on[0] if len(passed_on) == 1 else tuple(passed_on)
         return (outputs, *stashed) if stashed else outputs, reported, written
-
-
-class _Passages(NamedTuple):
-    """The ways of the values in one trace.
-
-    Attributes:
-      segments: the passage of each segment.
-      known: the variable of each number.
-    """
-
-    segments: Sequence[Passage]
-    known: Sequence[Any]
-
-    def variables(self, numbers: Iterable[int]) -> tuple:
-        """The variables of numbers."""
-        return tuple(self.known[n] for n in numbers)
-
-    def names(self, k: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of the skip connections that start and end at a segment."""
-        return tuple(self.segments[k].stash), tuple(self.segments[k].pop)
 
 
 class _ModelLeaves(NamedTuple):
@@ -480,18 +484,13 @@ def _segment(
         evaluate,
         init=None if init is None else lambda key: chosen(leaves.cut(_lists(init(key)))),
         given=None if leaves.given is None else chosen(leaves.given),
-        options=LayerOptions(segment=mark, stash=trained.stash, pop=trained.pop),
+        options=LayerOptions(segment=mark, stash=tuple(trained.ports.stash), pop=tuple(trained.ports.pop)),
         # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
         alike=None if model.state else (trained.text, evaluated.text, trained.is_last, trained.form),
         specs={} if leaves.specs is None else leaves.chosen(leaves.specs, 0, numbers[0]),
         variables={} if leaves.variables is None else leaves.chosen(leaves.variables, 0, numbers[0]),
         has_batch_norm=model.has_batch_norm,
     )
-
-
-def path_text(path: Path) -> str:
-    """The dotted path of a leaf."""
-    return ".".join(str(key.key) for key in path)
 
 
 def _name(paths: Sequence[Path]) -> str:

@@ -10,8 +10,8 @@ last segment computes the loss of its microbatch.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jpipe.layers.equations import variables
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.segments.places import DataFlow
+from jpipe.segments.program import ModelProgram
 from jpipe.segments.trace import Trace, Tracing
 
 
@@ -39,42 +40,67 @@ class ModelLoss:
     def __init__(self, bound: Callable[[tuple], Layer], with_arguments: Callable[[Any], Any], has_aux: bool):
         self._bound, self._with_arguments = bound, with_arguments
         self._tracing: Tracing | None = None
-        self._traces: dict[tuple, Trace] = {}
-        self._ends = True
+        self._ends: dict[tuple, _End] = {}
+        self._has_end = True
         evaluated = Loss(functools.partial(self._value, False), has_aux)
         self.loss = _LossOfModel(functools.partial(self._value, True), has_aux, evaluated=evaluated)
 
     def heads(self, tracing: Tracing, args: tuple, trained: Trace, evaluated: Trace) -> tuple[Trace, Trace]:
         """The model in training and in evaluation without its end."""
         self._tracing = tracing
-        traces = {True: trained, False: evaluated}
-        self._traces |= {(is_training, *shapes_key(args)): trace for is_training, trace in traces.items()}
-        first, second = map(_values_before_end, (trained, evaluated))
-        self._ends = first is not None and second is not None
-        if first is None or second is None:
+        ends = _End.of(trained), _End.of(evaluated)
+        self._ends |= {(is_training, *shapes_key(args)): end for is_training, end in zip((True, False), ends)}
+        self._has_end = all(end.begins_with for end in ends)
+        if not self._has_end:
             return trained, evaluated
-        return trained.with_outputs(_one_or_all(first)), evaluated.with_outputs(_one_or_all(second))
+        first, second = (end.trace.with_outputs(_one_or_all(end.begins_with)) for end in ends)
+        return first, second
 
     def _value(self, is_training: bool, outputs: Any, batch: Any) -> Any:
         """What the model returns, from the outputs of the last segment."""
         args = (self._with_arguments(batch)["inputs"],)
-        if not self._ends:
+        if not self._has_end:
             return _mean_of_microbatches(outputs, jax.tree.leaves(args)[0].shape[0])
-        trace = self._trace(is_training, abstract(args))
-        values = _values_before_end(trace)
-        assert values is not None
-        leaves, structure = jax.tree.flatten(trace.outputs)
-        end = trace.flow.program.part([*values, *trace.flow.roles.data], leaves)
-        given = [a.astype(v.aval.dtype) for a, v in zip(jax.tree.leaves(outputs), values, strict=True)]
-        return structure.unflatten(end(*given, *jax.tree.leaves(args)))
+        return self._end(is_training, abstract(args))(jax.tree.leaves(outputs), jax.tree.leaves(args))
 
-    def _trace(self, is_training: bool, args: tuple) -> Trace:
+    def _end(self, is_training: bool, args: tuple) -> "_End":
         key = is_training, *shapes_key(args)
-        if key not in self._traces:
+        if key not in self._ends:
             assert self._tracing is not None
             trace = self._tracing.training if is_training else self._tracing.evaluation
-            self._traces[key] = trace(self._bound(args), args)
-        return self._traces[key]
+            self._ends[key] = _End.of(trace(self._bound(args), args))
+        return self._ends[key]
+
+
+class _End(NamedTuple):
+    """The end of a traced model: all that follows the last equation that reads weights, state or random keys.
+
+    Attributes:
+      trace: of the model.
+      begins_with: the variables that it begins with, beside the inputs of the model, in the order of their equations;
+        `()` if there are none, or one of them has no rows.
+      program: from these variables and the inputs to what the model returns.
+    """
+
+    trace: Trace
+    begins_with: tuple
+    program: ModelProgram
+
+    @classmethod
+    def of(cls, trace: Trace) -> "_End":
+        """The end of a trace."""
+        flow, leaves = trace.flow, jax.tree.leaves(trace.outputs)
+        values = _values_at(flow, _last_read(flow), leaves)
+        rows = flow.roles.data[0].aval.shape[:1]
+        values = values if all(v.aval.shape[:1] == rows for v in values) else ()
+        if not values:
+            return cls(trace, (), flow.program)
+        return cls(trace, values, flow.program.part([*values, *flow.roles.data], leaves))
+
+    def __call__(self, values: Sequence, data: Sequence) -> Any:
+        """What the model returns."""
+        given = [a.astype(v.aval.dtype) for a, v in zip(values, self.begins_with, strict=True)]
+        return jax.tree.structure(self.trace.outputs).unflatten(self.program(*given, *data))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +137,13 @@ def _mean_of_microbatches(outputs: Any, num_rows: int) -> Any:
     return jax.tree.map(lambda a: jnp.mean(a, axis=0), outputs)
 
 
-def _values_before_end(trace: Trace) -> tuple | None:
-    """The variables that the end of a model begins with, beside the model's inputs.
-
-    The end is all that follows the last equation that reads weights, state or random keys.
-
-    Returns:
-      Variables in the order of their equations; None if there are none, or one of them has no rows.
-    """
-    flow = trace.flow
-    position = _last_read(flow)
+def _values_at(flow: DataFlow, position: int, leaves: Sequence) -> tuple:
+    """The variables computed before a position from which `leaves` follow, with the inputs of the model."""
     producer = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
     passed = flow.varying - flow.cheap
     values: set = set()
     visited: set = set()
-    needed = list(variables(jax.tree.leaves(trace.outputs)))
+    needed = list(variables(leaves))
     while needed:
         v = needed.pop()
         if v in visited or v not in producer:
@@ -135,15 +153,13 @@ def _values_before_end(trace: Trace) -> tuple | None:
             values.add(v)
         else:
             needed += variables(flow.program.equations[producer[v]].invars)
-    rows = flow.roles.data[0].aval.shape[:1]
-    have_rows = all(v.aval.shape[:1] == rows for v in values)
-    return tuple(sorted(values, key=producer.__getitem__)) if values and have_rows else None
+    return tuple(sorted(values, key=producer.__getitem__))
 
 
 def _last_read(flow: DataFlow) -> int:
     """The number of equations up to the last that applies weights, state or keys to what varies."""
     roles, equations = flow.roles, flow.program.equations
-    sources = {*roles.parameters, *roles.state, *roles.keys}
+    sources = set(roles.held)
     held = sources | (flow.program.depending_on(sources) - flow.varying)
 
     def applies(eqn: Any) -> bool:

@@ -44,6 +44,11 @@ class Roles:
     results: tuple[Any, ...]
     new_state: tuple[Any, ...]
 
+    @property
+    def held(self) -> tuple[Any, ...]:
+        """The inputs that any segment may read: parameters, state and keys."""
+        return (*self.parameters, *self.state, *self.keys)
+
 
 _SMALL = 16
 """A value that is so many times smaller than another does not count beside it: a statistic of each row, say, that all

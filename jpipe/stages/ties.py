@@ -7,6 +7,7 @@ import jax
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean
 from jpipe.layers.layer import Layer
+from jpipe.layers.model_tree import path_text
 
 
 def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[int, int], ...]]:
@@ -33,10 +34,7 @@ def resolve_ties(layers: Sequence[Layer], ties: Sequence) -> list[tuple[tuple[in
             if not -len(layers) <= layer < len(layers):
                 raise ValueError(f"{name}, but there are {len(layers)} layers.")
             layer %= len(layers)
-            leaves = {
-                ".".join(str(key.key) for key in keys): leaf
-                for keys, leaf in jax.tree.leaves_with_path(layers[layer].parameters)
-            }
+            leaves = {path_text(keys): leaf for keys, leaf in jax.tree.leaves_with_path(layers[layer].parameters)}
             if path not in leaves:
                 hint = did_you_mean(path, leaves, cutoff=0)
                 raise ValueError(

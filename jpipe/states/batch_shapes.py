@@ -12,18 +12,12 @@ import numpy as np
 from jpipe._util.warn import warn
 from jpipe.engine.state import PipelineState, fields_that
 from jpipe.engine.state_arrays import Lives
-from jpipe.layers.avals import shapes_text
-from jpipe.layers.call_arguments import as_given
+from jpipe.layers.call_arguments import batch_text
 from jpipe.program import Program
 from jpipe.states import agreement, portable
 from jpipe.states.locations import owners
 
 _MANY_SHAPES = 16
-
-
-def text(microbatch: Any) -> str:
-    """The shapes and dtypes of a microbatch, for messages."""
-    return shapes_text(as_given(microbatch))
 
 
 def check_can_change(state: PipelineState, microbatch: Any) -> None:
@@ -37,7 +31,7 @@ def check_can_change(state: PipelineState, microbatch: Any) -> None:
       ValueError: if the batch has other entries than those before, or microbatches are in flight.
     """
     before = state.program.microbatch
-    shapes = f"`state` was made for microbatches of {text(before)}, got microbatches of {text(microbatch)}"
+    shapes = f"`state` was made for microbatches of {batch_text(before)}, got microbatches of {batch_text(microbatch)}"
     if jax.tree.structure(before) != jax.tree.structure(microbatch):
         raise ValueError(
             f"{shapes}: the entries differ. Shapes and dtypes may change from step to step, and entries not. Give the "
@@ -89,8 +83,8 @@ def _check_same_leaves(program: Program, before: Program) -> None:
             if path is not None:
                 raise ValueError(
                     f"layer {i} ({layer.name}) has {words} {path} as {then.get(path, 'nothing')} for microbatches of "
-                    f"{text(before.microbatch)}, which `state` was made for, and as {now.get(path, 'nothing')} "
-                    f"for those of this batch, {text(program.microbatch)}: its form follows from the batch. "
+                    f"{batch_text(before.microbatch)}, which `state` was made for, and as {now.get(path, 'nothing')} "
+                    f"for those of this batch, {batch_text(program.microbatch)}: its form follows from the batch. "
                     "Give all batches one shape, or use a layer whose weights and state do not depend on it."
                 )
 
