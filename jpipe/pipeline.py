@@ -115,8 +115,8 @@ class Pipeline:
         graph of `jpipe.soap.layers.layers_graph`. The loss, and evaluation, are left to the compiler. Or an
         object with the method `split_layers`, see `jpipe.layers.layer_split.Strategy`. None: the annotations count.
         `docs/tensor_search.md` has an example.
-      recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
-        its backward reads; "full": a stage keeps only its inputs, and runs its forward again before
+      recompute: "none": a layer keeps what takes less time to keep than to compute again, and no product with weights
+        runs again; "full": a stage keeps only its inputs, and runs its forward again before
         its backward; or a policy of `jax.checkpoint_policies`: a layer keeps its inputs and what
         the policy saves, and its backward computes the rest again, from the weights that the
         backward reads.

@@ -7,7 +7,7 @@ of equations. All programs are slices of these lists:
                               │ residuals
         ┌─────────────────────┴──────────────────────┐
         stash: depends on the inputs,                rebuilt: depends on the parameters alone, or on
-        kept once per microbatch                     the stash by cheap operations
+        kept once per microbatch                     the stash, in less time
 
     stash, rebuilt, output gradient ──> input_grad ──> input gradient
                                             │ split residuals
@@ -38,7 +38,7 @@ from jpipe.layers.avals import abstract, is_inexact
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.products import GradientForms, ProductForm, with_products
-from jpipe.layers.residuals import Residuals
+from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun, Residuals
 from jpipe.layers.vjp import (
     Arguments,
     Forward,
@@ -82,8 +82,8 @@ class LayerProgram:
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: the equations from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
-      rereads_weights: see `trace_layer`. If true, the backward must run on the weights of its forward.
-      made: the programs for a value of `rereads_weights`, made once.
+      rerun: what the backward computes again. If it reads weights, they must be those of its forward.
+      made: the programs for a value of `rerun`, made once.
     """
 
     forward: Callable[..., Any]
@@ -110,12 +110,13 @@ class LayerProgram:
     products: tuple[ProductForm | None, ...]
     forward_equations: Equations
     text: str
-    rereads_weights: bool
-    made: Callable[[bool], "LayerProgram"]
+    rerun: Rerun
+    made: Callable[[Rerun], "LayerProgram"]
 
     def rereading(self, weights: bool) -> "LayerProgram":
-        """The programs for a value of `rereads_weights`."""
-        return self if weights == self.rereads_weights else self.made(weights)
+        """The programs whose backward may read weights in what it computes again, or may not."""
+        rerun = dataclasses.replace(self.rerun, reads_weights=weights)
+        return self if rerun == self.rerun else self.made(rerun)
 
     @property
     def frozen(self) -> tuple[int, ...]:
@@ -150,7 +151,7 @@ def trace_layer(
     zero_input_grads: bool = False,
     policy: Callable[..., Any] | None = None,
     products: Callable[[int, int], bool] | None = None,
-    rereads_weights: bool = False,
+    rerun: Rerun = ELEMENTWISE_ONLY,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -171,8 +172,7 @@ def trace_layer(
         policy saves, and its backward computes all other values again. None stashes every residual.
       products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
         these. None: no gradient is.
-      rereads_weights: whether the backward runs on the weights of its forward, and computes what is cheap again
-        from them. It then stashes less.
+      rerun: what the backward may compute again, so that the layer stashes less.
 
     Returns:
       The `LayerProgram`.
@@ -202,7 +202,7 @@ def trace_layer(
         backward,
         gradients,
         recomputes=traced.has_checkpoint,
-        rereads_weights=rereads_weights,
+        rerun=rerun,
     )
 
 
@@ -251,9 +251,9 @@ def _layer_program(
     backward: Equations,
     gradients: GradientForms,
     recomputes: bool,
-    rereads_weights: bool,
+    rerun: Rerun,
 ) -> LayerProgram:
-    residuals = Residuals.of(forward, backward, arguments, trained, constants, rereads_weights)
+    residuals = Residuals.of(forward, backward, arguments, trained, constants, rerun)
     for_inputs, for_weights, split_residuals = _split_backward(backward, residuals, num_gradients=gradients.num_values)
     everything = backward.slice(backward.inputs, backward.outputs, effects=True)
     read_whole, read_inputs, read_weights = (residuals.reader(half) for half in (everything, for_inputs, for_weights))
@@ -316,7 +316,7 @@ def _layer_program(
         products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
         text=_text(arguments, forward, backward, trained),
-        rereads_weights=rereads_weights,
+        rerun=rerun,
         made=functools.cache(
             functools.partial(_layer_program, arguments, trained, constants, forward, backward, gradients, recomputes)
         ),

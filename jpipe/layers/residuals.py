@@ -1,21 +1,31 @@
-"""Chooses the values that a forward stashes for its backward: as few bytes as possible.
+"""Chooses the values that a forward stashes for its backward: what is cheaper to compute again is not stashed.
 
 The backward of a layer reads *residuals*. A residual that depends on the parameters alone is rebuilt
 from the weights of the backward. Of the others the stash need not hold each one: the derivative of
-GELU, for example, is seven arrays, and all follow from one by elementwise operations. The stash is
-the set of values with the least bytes from which *cheap* equations compute all residuals. The cheap
-equations run again at the beginning of the backward, where XLA fuses them with the operations that
-read their results.
+GELU, for example, is seven arrays, and all follow from one by elementwise operations. The probabilities
+of attention are positions x positions numbers, and follow from queries and keys by one product.
 
-The set is a minimum cut between the values that no cheap equation computes and the residuals, in the
-graph of the forward's cheap equations, where a value has its bytes as capacity. The idea is that of
-the partitioner of PyTorch 2.
+The stash is the set of values that takes the least time, together with the equations that compute all
+residuals from it in the backward. Time is counted in bytes that are written or read in that time:
+
+    a value in the stash              2 x its bytes, written once and read once
+    an elementwise equation           0, XLA fuses it with the operations that read its result
+    a product of activations          its FLOPs / the FLOPs per byte of the platform, and the bytes of its result
+    a copy (slice, concatenate, ...)  the bytes of its result
+    any other equation                never runs again
+
+A product does not count its operands: the products of the backward read them anyway. A product with
+parameters never runs again: who wants that asks for `recompute`.
+
+The set is a minimum cut between the values that no equation computes again and the residuals, in the
+graph of the forward's equations. A value has the time of its stash as capacity, an equation its time to
+run again. The idea is that of the partitioner of PyTorch 2.
 
 Frozen weights, and state that no call writes, are at hand whenever a backward runs, so they are never stashed.
 
-An equation is cheap if it works element by element. It may read parameters, and what cheap equations
-compute of them, only if the backward runs on the weights of its forward. In PipeMare it runs on other
-weights, and what the forward has computed from its weights must stay.
+An elementwise equation may read parameters, and what elementwise equations compute of them, only if the
+backward runs on the weights of its forward. In PipeMare it runs on other weights, and what the forward
+has computed from its weights must stay.
 
 References:
   Ford and Fulkerson, "Maximal flow through a network", 1956 (the cut).
@@ -23,9 +33,9 @@ References:
 """
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.cut import SINK, SOURCE, Network
@@ -33,7 +43,47 @@ from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, contains, value_of, variables
 from jpipe.layers.vjp import Arguments, Forward
 
-_CHEAP = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze"}
+_FUSED = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze", "transpose"}
+_COPIES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rerun:
+    """What a backward may compute again rather than read from the stash.
+
+    Attributes:
+      reads_weights: whether elementwise equations may read parameters, because the backward runs on the weights of its
+        forward.
+      flops_per_byte: the FLOPs that take as long as a byte that is written or read. At 0 only elementwise equations
+        run again.
+    """
+
+    reads_weights: bool = False
+    flops_per_byte: float = 0.0
+
+    def time(self, eqn: Any) -> float:
+        """The time of an equation, in bytes written or read; infinite if it never runs again."""
+        name = eqn.primitive.name
+        if eqn.effects:
+            return math.inf
+        if name in _FUSED:
+            return 0
+        written = num_bytes(v.aval for v in eqn.outvars)
+        if name in _COPIES:
+            return written
+        if name == "dot_general" and self.flops_per_byte:
+            # A whole number, so that flows are exact.
+            return written + math.ceil(_product_flops(eqn) / self.flops_per_byte)
+        return math.inf
+
+
+ELEMENTWISE_ONLY = Rerun()
+
+
+def _product_flops(eqn: Any) -> int:
+    (summed, _), _ = eqn.params["dimension_numbers"]
+    shape = eqn.invars[0].aval.shape
+    return 2 * eqn.outvars[0].aval.size * math.prod(shape[dim] for dim in summed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +114,14 @@ class Residuals:
         arguments: Arguments,
         trained: Sequence[int],
         constants: Sequence[int],
-        rereads_weights: bool,
+        rerun: Rerun,
     ) -> "Residuals":
         """Chooses the stash.
 
         Args:
           forward, backward, arguments: the forward, backward and arguments of the layer.
           trained, constants: see `LayerProgram`.
-          rereads_weights: see `smallest_stash`.
+          rerun: what the backward may compute again.
         """
         equations = forward.equations
         parameters, _, extra = map(tuple, arguments.split(equations.inputs))
@@ -85,13 +135,13 @@ class Residuals:
             forward=equations,
             at_hand=at_hand,
             varying=varying,
-            stash=smallest_stash(
+            stash=cheapest_stash(
                 equations,
                 [parameters[j] for j in trained],
                 (*frozen, *constant),
                 varying,
                 wanted,
-                rereads_weights=rereads_weights,
+                rerun=rerun,
             ),
             inputs=inputs,
             source=dict(zip(inputs, forward.residuals)),
@@ -146,55 +196,61 @@ class Reader(NamedTuple):
         return self.equations(*residuals, *others)
 
 
-# -- The smallest stash
+# -- The cheapest stash
 
 
-def smallest_stash(
+def cheapest_stash(
     forward: Equations,
     parameters: Sequence,
     fixed: Sequence,
     varying: set,
     residuals: Iterable,
-    rereads_weights: bool,
+    rerun: Rerun,
 ) -> list:
-    """The variables with the least bytes from which cheap equations compute `residuals`.
+    """The variables from which `residuals` follow in the least time, that of the stash included.
 
-    Of several sets with the least bytes, the one after which the fewest equations run again.
+    Of several such sets, the one after which the fewest equations run again.
 
     Args:
       forward: the equations of the forward.
       parameters: the inputs that are trained parameters.
-      fixed: the inputs that never change; cheap equations may read them.
+      fixed: the inputs that never change; elementwise equations may read them.
       varying: the variables that depend on more than these.
       residuals: variables in `varying`.
-      rereads_weights: whether cheap equations may read parameters.
+      rerun: what may run again, and how long it takes.
 
     Returns:
       The variables in the order in which the forward computes them.
     """
-    # What a cheap equation may not read. What takes time to compute of the parameters would be
-    # computed again.
-    refused = forward.depending_on({*parameters, *fixed}) - varying - set(fixed)
-    if rereads_weights:
+    of_weights = forward.depending_on({*parameters, *fixed}) - varying
+    # What an elementwise equation may not read: what takes time to compute of the weights would be computed again.
+    refused = of_weights - set(fixed)
+    if rerun.reads_weights:
         refused -= set(parameters)
     order = [v for v in forward.inputs if v in varying]
     network = Network()
     for v in order:
         network.connect(SOURCE, (v, "in"))
-    for eqn in forward.equations:
+    for i, eqn in enumerate(forward.equations):
         results = [v for v in eqn.outvars if v in varying]
         order += results
         operands = variables(eqn.invars)
-        is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
-        if is_cheap and refused.isdisjoint(operands):
+        time = rerun.time(eqn)
+        if not (refused if time == 0 else of_weights).isdisjoint(operands):
+            time = math.inf
+        if time < math.inf:
             refused.difference_update(eqn.outvars)
-            starts: list = [(u, "out") for u in operands if u in varying]
-        else:
-            starts = [SOURCE]
-        for start, v in itertools.product(starts, results):
-            network.connect(start, (v, "in"))
+        if not results:
+            continue
+        # An equation runs again if it is on the side of the sink.
+        network.connect(SOURCE, i, time)
+        for u in operands:
+            if u in varying and time < math.inf:
+                network.connect((u, "out"), i)
+        for v in results:
+            network.connect(i, (v, "in"))
     for v in order:
-        network.connect((v, "in"), (v, "out"), num_bytes([v.aval]))
+        network.connect((v, "in"), (v, "out"), 2 * num_bytes([v.aval]))
     for v in dict.fromkeys(residuals):
         network.connect((v, "out"), SINK)
     after = network.sink_side()

@@ -22,6 +22,7 @@ from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss, trace_loss
+from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
 from jpipe.layers.sharding import ValueSplit, stash_specs
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.tracer import Tracer
@@ -161,7 +162,7 @@ def _trace(
     axis_rules: AxisRules = (),
     splits: Sequence[LayerSplit] = (),
     trainable: Trainable = ALL,
-    rereads_weights: bool = False,
+    rerun: Rerun = ELEMENTWISE_ONLY,
 ) -> tuple[Traced, Any]:
     """Traces every layer for the abstract `microbatch`.
 
@@ -179,7 +180,7 @@ def _trace(
       axis_rules: the axes of each logical name.
       splits: the split of each layer by a strategy, instead of annotations; `()` without a strategy.
       trainable: the parameters that are trained.
-      rereads_weights: see `trace_layer`.
+      rerun: see `trace_layer`.
 
     Returns:
       The layers, and the abstract outputs of the model.
@@ -193,7 +194,7 @@ def _trace(
         has_aux=True,
         policy=policy,
         products=products,
-        rereads_weights=rereads_weights,
+        rerun=rerun,
     )
 
     def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Tracer, Any]:

@@ -15,6 +15,7 @@ from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss
+from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
 from jpipe.layers.trace import (
     Traced,
     TrainingTrace,
@@ -34,7 +35,7 @@ from jpipe.segments import Model
 from jpipe.segments.trace import Tracing
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
-from jpipe.stages.extra_args import hooked_passes, read_delays, rereads_weights
+from jpipe.stages.extra_args import hooked_passes, keeps_stash, read_delays, rereads_weights
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.ties import resolve_ties
 
@@ -213,8 +214,15 @@ class Settings:
             axis_rules=self.splits.axis_rules,
             splits=splits,
             trainable=self.trainable,
-            rereads_weights=rereads_weights(self.schedule, self.hooks),
+            rerun=self._rerun,
         )
+
+    @property
+    def _rerun(self) -> Rerun:
+        """What a backward computes again rather than read from the stash."""
+        if not keeps_stash(self.schedule):
+            return ELEMENTWISE_ONLY
+        return Rerun(rereads_weights(self.schedule, self.hooks), target_of(self.platform).flops_per_byte)
 
     def _layer_splits(self, layers: Sequence[Layer], microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """The split of each layer by the strategy; `()` without one."""
