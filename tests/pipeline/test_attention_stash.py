@@ -101,9 +101,7 @@ def test_no_scores_are_stashed(name, platform, reads_weights):
     shapes = jax.eval_shape(lambda p: jax.tree.map(jnp.asarray, p), parameters)
     x = jax.ShapeDtypeStruct((ROWS, T, D), "f4")
     rerun = Rerun(reads_weights, TARGETS[platform].flops_per_byte)
-    stashes = [
-        trace_layer(lambda p, x, _: call(p, x), shapes, x, rerun=r).stash for r in (Rerun(reads_weights), rerun)
-    ]
+    stashes = [trace_layer(lambda p, x, _: call(p, x), shapes, x, rerun=r).stash for r in (Rerun(reads_weights), rerun)]
     before, after = ([a for a in stash if a.shape.count(T) > 1] for stash in stashes)
     assert before and not after
 
