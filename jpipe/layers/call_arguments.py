@@ -63,6 +63,15 @@ def batch_text(batch: Any) -> str:
     return shapes_text(as_given(batch))
 
 
+def arguments_text(arguments: Any) -> str:
+    """The shapes and dtypes of what a layer or a model is called with, for messages."""
+    if isinstance(arguments, CallArguments):
+        arguments = arguments.given()
+        if set(arguments) == {"inputs"}:
+            arguments = arguments["inputs"]
+    return shapes_text(arguments)
+
+
 class CallSignature:
     """The arguments that the call of a model takes from a batch.
 

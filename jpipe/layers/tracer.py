@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.layers.avals import cast, real_dtype, shapes_text
+from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on, unannotated_on
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.call_arguments import arguments_text
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.numbers import as_numbers, from_numbers
@@ -196,7 +197,7 @@ class Tracer:
         """The message for a layer that cannot take its arguments."""
         layer = self.layers[i]
         taken = args[0] if len(args) == 1 else args
-        message = f"layer {i} ({layer.name}) cannot take {shapes_text(taken)}: {error}"
+        message = f"layer {i} ({layer.name}) cannot take {arguments_text(taken)}: {error}"
         if i > 0 and type(args[0]) in (tuple, list, dict):
             reason = str(error).partition("\n")[0].rstrip(".")
             message = (

@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
 from jpipe.layers.avals import shapes_key, shapes_text
-from jpipe.layers.call_arguments import CallSignature
+from jpipe.layers.call_arguments import CallSignature, arguments_text
 from jpipe.layers.layer import NNX, InitApply, Layer, Linen
 from jpipe.layers.loss import Loss
 from jpipe.layers.model_tree import joined, whole
@@ -136,14 +136,6 @@ class WholeModel(Model):
                     marks=marks,
                     loss=self._loss,
                 )
-            if len(layers) < num_stages:
-                names = " | ".join(layer.name for layer in layers)
-                where = f"only into {len(layers)} segments: {names}" if len(layers) > 1 else "at no place"
-                raise CutError(
-                    f"the model ({self._model.name}) can be cut {where}, and the schedule has {num_stages} stages. "
-                    "Places are between products, where no more values cross than before and after a block. Use fewer "
-                    "stages, or give the model as a list of layers."
-                )
             if like and [layer.options for layer in layers] != [layer.options for layer in like]:
                 raise CutError(
                     f"the model ({self._model.name}) computes otherwise for inputs of {shapes_text(args)} than for "
@@ -164,10 +156,10 @@ class WholeModel(Model):
         except CutError:
             raise
         except Exception as error:
+            taken = arguments_text(args[0])
+            message = f"the model ({self._model.name}) cannot take {taken}: {str(error).rstrip('.')}."
             given = args[0].given()
-            inputs = given["inputs"] if set(given) == {"inputs"} else given
-            message = f"the model ({self._model.name}) cannot take {shapes_text(inputs)}: {str(error).rstrip('.')}."
-            if isinstance(inputs, Mapping):
+            if isinstance(given.get("inputs"), Mapping) or len(given) > 1:
                 message += f" Its arguments are {self._signature}."
             raise ValueError(message) from error
 

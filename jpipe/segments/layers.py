@@ -20,6 +20,7 @@ from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.model_loss import ModelLoss
 from jpipe.segments.passages import passages
 from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
+from jpipe.segments.repeated import check_repeated
 from jpipe.segments.trace import Trace, Tracing
 from jpipe.segments.turns import in_turns, stacked, turns_of
 
@@ -50,10 +51,13 @@ def layers_of_model(
       and the state of a segment have the paths that they have in the model. A parameter that several segments read is
       in each of them.
     """
-    trained, evaluated = tracing.training(model, args), tracing.evaluation(model, args)
+    trained, leaves = tracing.training(model, args), _ModelLeaves.of(model)
+    paths = [path_text(path) for path in leaves.paths[0]]
+    if marks is None:
+        check_repeated(trained, lambda: tracing.training(model, args), model.name, paths)
+    evaluated = tracing.evaluation(model, args)
     if loss is not None:
         trained, evaluated = loss.heads(tracing, args, trained, evaluated)
-    leaves = _ModelLeaves.of(model)
     both = [
         {i: axis for i, axis in here.items() if there.get(i) == axis}
         for here, there in zip(stacked(trained), stacked(evaluated), strict=True)
@@ -69,6 +73,7 @@ def layers_of_model(
         places = _chosen(trained, here, fixed, num_stages)
     else:
         places = _merged([place for equal in here for place in equal if place.mark in marks], fixed)
+    of_one_state: list[CutPlace] = []
     while True:
         places_there = [there[place.mark] for place in places]
         owners = _owners_of_state(trained.flow, places)
@@ -79,6 +84,7 @@ def layers_of_model(
         inside = _inside_of_writes(trained.flow.roles, parts, owners)
         if not inside:
             break
+        of_one_state += [places[k] for k in inside]
         places = [place for k, place in enumerate(places) if k not in inside]
     if marks is not None and len(places) + 1 != len(marks):
         raise CutError(
@@ -98,7 +104,43 @@ def layers_of_model(
     read = {i for part, there_too in parts for i in (*part.parameters, *there_too.parameters)}
     # What the model never reads has no gradient, and a weight decay all the same.
     unread = [i for i in range(len(leaves.paths[0])) if i not in read]
-    return [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
+    layers = [_segment(model, leaves, k, ends[k], *parts[k], unread if k == 0 else ()) for k in range(len(parts))]
+    if len(layers) < num_stages:
+        raise CutError(_too_few(model.name, layers, num_stages, trained.flow, paths, of_one_state))
+    return layers
+
+
+def _too_few(
+    name: str,
+    layers: Sequence[Layer],
+    num_stages: int,
+    flow: DataFlow,
+    paths: Sequence[str],
+    of_one_state: Sequence[CutPlace],
+) -> str:
+    """The message for a model with fewer segments than stages; `paths` of its parameters."""
+    names = " | ".join(layer.name for layer in layers)
+    where = f"only into {len(layers)} segments: {names}" if len(layers) > 1 else "at no place"
+    message = f"the model ({name}) can be cut {where}, and the schedule has {num_stages} stages. "
+    modules = [path.rpartition(".")[0] or path for path in paths]
+    read: dict[int, list[str]] = {}
+    for v, i in flow.first_reads.items():
+        read.setdefault(i, []).append(modules[flow.roles.parameters.index(v)])
+    steps = []
+    for i in flow.steps:
+        inside = f" ({', '.join(dict.fromkeys(read[i]))})" if i in read else ""
+        steps.append(flow.program.equations[i].primitive.name + inside)
+    shown = ", ".join([*steps[:6], "..."] if len(steps) > 6 else steps)
+    message += f"Places are between products, and the model has {len(steps)}: {shown}. "
+    if of_one_state:
+        crossing = shapes_text([v.aval for v in of_one_state[0].crossing])
+        before = max((i for i in read if i < of_one_state[0].position), default=None)
+        after = f" after {read[before][-1]}, where {crossing} crosses" if before is not None else ""
+        message += (
+            f"{len(of_one_state)} of the places are none, the first{after}: equations before and after them read or "
+            "write the same mutable state, which one stage must hold. "
+        )
+    return message + "Use fewer stages, or give the model as a list of layers."
 
 
 class _Ports(NamedTuple):
