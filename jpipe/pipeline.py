@@ -45,6 +45,7 @@ from jpipe.options.splits import Splits
 from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.segments import model_of
+from jpipe.segments.placement import Placement
 from jpipe.stages.cut import check_boundaries
 from jpipe.stages.offload import Offload
 from jpipe.states import agreement, batch_shapes, hyperparams, portable
@@ -92,8 +93,10 @@ class Pipeline:
       schedule: one of `jpipe.schedules`, or a table of your own.
       boundaries: the layer index at which each stage after the first begins, or the costs to balance:
         "flops" as XLA counts them, "time" measured one layer at a time, or "memory" of weights,
-        optimizer and activations in flight. None is "flops". The first state that the pipeline
-        makes (or takes from an equal pipeline) fixes the cut.
+        optimizer and activations in flight. None is "flops". "placement" measures time too, counts what the
+        bytes that cross take, and may put parts of a whole model that do not need each other on any stages: see
+        `docs/how_to/whole_model.md`. The first state that the pipeline makes (or takes from an equal pipeline) fixes
+        the cut.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None
         makes it. Its axes may be of any type, such as the explicit ones of `jax.make_mesh`. Along an axis "data" the
         pipeline is replicated and each replica gets a share of every minibatch. Other axes, such as "fsdp" and "model",
@@ -313,6 +316,7 @@ class Pipeline:
         self._fixed: Program | None = None
         self._traced: dict[tuple, TrainingTrace] = {}
         self._balanced: dict[tuple, list[int]] = {}
+        self._placements: dict[tuple, Settings] = {}
         self._programs: dict[tuple, Program] = {}
 
     @property
@@ -326,70 +330,98 @@ class Pipeline:
         """The program for a minibatch, with the cut that `init` chose or would choose for it."""
         return self._program_of(self._settings.microbatch(batch))
 
-    def _program_to_restore(self, batch: Any, key_impl: str, starts: Sequence[int]) -> Program:
+    def _program_to_restore(
+        self, batch: Any, key_impl: str, starts: Sequence[int], placement: Placement | None
+    ) -> Program:
         """The program of a state that was saved with a cut. The program keeps the cut if it fits."""
         fits = len(starts) == self.schedule.num_stages + 1
         number = self._settings.model.number
         fits = fits and number in (None, starts[-1])
         microbatch = self._settings.microbatch(batch)
-        return self._program_of(microbatch, key_impl, starts if fits else None)
+        return self._program_of(microbatch, key_impl, *((starts, placement) if fits else ()))
 
     def _fix_cut(self, program: Program) -> None:
         """Fixes the cut and the offloaded arrays to those of a program whose state the pipeline has made."""
         self._starts, self._fixed, self._settings = list(program.stages.starts), program, program.settings
-        key = self._trace_key(program.microbatch, program.engine.key_impl)
+        key = self._trace_key(self._settings, program.microbatch, program.engine.key_impl)
         self._traced[key] = program.traced
         self._programs[*key, *program.stages.starts, self._settings.offload] = program
 
-    def _trace_key(self, microbatch: Any, key_impl: Any) -> tuple:
+    def _trace_key(self, settings: Settings, microbatch: Any, key_impl: Any) -> tuple:
         """Names a trace. Once there is a state, whole models are cut where they were for it."""
         like = () if self._fixed is None else self._fixed.stages.layers
         marks = [layer.options.segment for layer in like if model_tree.is_whole(like)]
-        return shapes_key(microbatch), str(key_impl), tuple(marks)
+        return shapes_key(microbatch), str(key_impl), tuple(marks), settings.model.placement
 
-    def _program_of(self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None) -> Program:
+    def _placed(self, microbatch: Any, key_impl: Any, placement: Placement | None) -> Settings:
+        """The settings, with the steps of a whole model placed on stages if `boundaries` are "placement".
+
+        Args:
+          placement: of a state that comes from elsewhere, which counts if there is none yet.
+        """
+        settings, num_stages = self._settings, self.schedule.num_stages
+        is_placed = settings.model.number is not None or settings.model.placement is not None
+        if self._balance != "placement" or is_placed or num_stages == 1:
+            return settings
+        if placement is not None and placement.num_groups == num_stages:
+            return settings.placed(placement)
+        key = shapes_key(microbatch), str(key_impl)
+        if key not in self._placements:
+            place = entry_points.load("placement")
+            found = self._of_first_process(lambda: place(settings, microbatch, key_impl, self._device_memory))
+            self._placements[key] = settings.placed(Placement.of(found))
+        return self._placements[key]
+
+    def _of_first_process(self, decide: Callable[[], Sequence]) -> Sequence:
+        """What process 0 decides: what each process measures differs."""
+        if self._settings.rows is None:
+            return decide()
+        return from_first(list(decide()) if jax.process_index() == 0 else None)
+
+    def _program_of(
+        self,
+        microbatch: Any,
+        key_impl: Any = None,
+        starts: Sequence[int] | None = None,
+        placement: Placement | None = None,
+    ) -> Program:
         """The program for an abstract microbatch, made once.
 
         Args:
           key_impl: implementation of the random keys; None: JAX's default.
-          starts: the cut of a state that comes from elsewhere, which counts if there is none yet.
+          starts, placement: the cut of a state that comes from elsewhere, which counts if there is none yet.
         """
         if key_impl is None:
             key_impl = jax.config.jax_default_prng_impl
-        key = self._trace_key(microbatch, key_impl)
+        settings = self._placed(microbatch, key_impl, placement)
+        key = self._trace_key(settings, microbatch, key_impl)
         if key not in self._traced:
             like = () if self._fixed is None else self._fixed.stages.layers
-            self._traced[key] = self._settings.trace(microbatch, key_impl, like)
+            self._traced[key] = settings.trace(microbatch, key_impl, like)
         traced = self._traced[key]
         if self._starts is None:  # a whole model has a number of layers only now
             num_stages = self.schedule.num_stages
-            boundaries = self._settings.model.boundaries(self._boundaries, traced.layers, num_stages)
-            starts = check_boundaries(boundaries, len(traced.layers), num_stages) or starts
+            boundaries = settings.model.boundaries(self._boundaries, traced.layers, num_stages)
+            fits = starts is not None and starts[-1] == len(traced.layers) and placement == settings.model.placement
+            starts = check_boundaries(boundaries, len(traced.layers), num_stages) or (starts if fits else None)
         else:
             starts = self._starts
         if starts is None:
             if key not in self._balanced:
                 balance = entry_points.load(f"boundaries by {self._balance}")
-                shared = self._settings.rows is not None
-                inner: Any = None
-                if not shared or jax.process_index() == 0:
-                    inner = list(balance(self._settings, traced, microbatch))
-                if shared:  # what each process measures differs
-                    inner = from_first(inner)
+                inner = self._of_first_process(lambda: balance(settings, traced, microbatch))
                 self._balanced[key] = [0, *inner, len(traced.layers)]
             starts = self._balanced[key]
         fits = self._device_memory is None or self._fixed is not None
-        key = *key, *starts, self._settings.offload if fits else None
+        key = *key, *starts, settings.offload if fits else None
         if key not in self._programs:
 
             def make(offload: Offload) -> Program:
-                settings = self._settings
-                if offload != settings.offload:
-                    settings = dataclasses.replace(settings, offload=offload)
-                return Program(settings, microbatch, key_impl, traced, starts)
+                changed = settings if offload == settings.offload else dataclasses.replace(settings, offload=offload)
+                return Program(changed, microbatch, key_impl, traced, starts)
 
             if fits:
-                self._programs[key] = make(self._settings.offload)
+                self._programs[key] = make(settings.offload)
             else:
                 assert self._device_memory is not None
                 self._programs[key] = fit(make, self._device_memory)
@@ -407,7 +439,8 @@ class Pipeline:
         if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
             starts = list(program.stages.starts)
-            program_here = self._program_of(program.microbatch, program.engine.key_impl, starts)
+            placement = program.settings.model.placement
+            program_here = self._program_of(program.microbatch, program.engine.key_impl, starts, placement)
             checks.check_same_parts(program.parts, program_here.parts)
             self._fix_cut(program_here)
             program = program_here

@@ -90,9 +90,10 @@ class PipelineConfig:
     schedule. One device runs all stages."""
     boundaries: tuple[int, ...] | None = None
     """The number of the first layer of each stage but stage 0. None: `balance` decides."""
-    balance: Literal["flops", "time", "memory"] = "flops"
+    balance: Literal["flops", "time", "memory", "placement"] = "flops"
     """Without `boundaries`, stages get equal shares of this: floating-point operations,
-    the measured time of each layer, or bytes."""
+    the measured time of each layer, or bytes. "placement" measures too, and lets parts of a
+    whole model that do not need each other be on any stages."""
     recompute: Literal[
         "none",
         "full",

@@ -48,7 +48,8 @@ def mesh(mesh: jax.sharding.Mesh) -> str:
 def partition(records: Sequence[jpipe.StageRecord]) -> str:
     """A line for each stage: its device, its layers and their weights."""
     total = sum(record.flops for record in records) or 1
-    rows = [("stage", "device", "layers", "", "parameters", "bytes", "FLOPs")]
+    rows = [("stage", "device", "layers", "", "parameters", "bytes", "FLOPs", "seconds")]
+    is_measured = all(record.seconds is not None for record in records)
     for record in records:
         first, stop = record.layers
         rows.append(
@@ -60,9 +61,10 @@ def partition(records: Sequence[jpipe.StageRecord]) -> str:
                 f"{record.num_parameters:,}",
                 size_text(record.parameter_bytes),
                 f"{record.flops / total:.0%}",
+                f"{record.seconds:.3g}" if is_measured else "",
             )
         )
-    return _table(rows, left={3})
+    return _table(rows if is_measured else [row[:-1] for row in rows], left={3})
 
 
 def shards(records: Sequence[jpipe.ShardRecord]) -> str:

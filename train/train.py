@@ -207,7 +207,8 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
             partition = pipe.partition(batch)
         warm_up = None
         if warm_up_schedule is not None:
-            options["boundaries"] = [record.layers[0] for record in partition[1:]]
+            if options["boundaries"] != "placement":  # which also orders the layers; `adopt` takes any cut over
+                options["boundaries"] = [record.layers[0] for record in partition[1:]]
             warm_up = jpipe.Pipeline(config.model.layers(), schedule=warm_up_schedule, **options)
         if is_first():
             write_config(run_dir, text)

@@ -16,6 +16,8 @@ ENTRY_POINTS = {
     "boundaries by flops": "jpipe.costs:boundaries_by_flops",
     "boundaries by time": "jpipe.plan.pipelines:boundaries_by_time",
     "boundaries by memory": "jpipe.plan.pipelines:boundaries_by_memory",
+    "boundaries by placement": "jpipe.plan.placement:boundaries_by_placement",
+    "placement": "jpipe.plan.placement:placement_of",
 }
 
 

@@ -49,6 +49,7 @@ from jpipe.engine.calls import check_state, public
 from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.layers.model_tree import merged
 from jpipe.pipeline import Pipeline
+from jpipe.segments.placement import Placement
 from jpipe.states import agreement, hyperparams, portable
 from jpipe.states.new import with_arrays
 
@@ -349,7 +350,8 @@ def _listed(steps: Sequence[int]) -> str:
 def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest) -> PipelineState:
     layout, counters = manifest.layout, manifest.counters
     in_flight, rounds = layout["in_flight"], counters["round"]
-    program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"])
+    placement = Placement(tuple(layout["placement"])) if "placement" in layout else None
+    program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"], placement)
     key = np.array(counters["key"], np.uint32)
     num_started = counters["started"] + rounds * layout["num_microbatches"]
     agreement.check_program(program)

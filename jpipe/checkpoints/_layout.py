@@ -70,6 +70,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "starts": list(program.stages.starts),
         **copies,
         **({"whole_model": True} if is_whole(program.stages.layers) else {}),
+        **({"placement": list(settings.model.placement.groups)} if settings.model.placement else {}),
         **{n: str(c) for n, c in settings.communication.compressors.items()},
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "shard_optimizer": settings.communication.shard_optimizer,
@@ -110,8 +111,8 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     With nothing in flight the schedule does not count. The optimizer is compared by `portable.check_same_optimizer`.
     """
     ignored = ("optimizer", "hyperparams", *(() if saved["in_flight"] else _SCHEDULE))
-    # Only tables with copies have "copies", and only pipelines with compressors name them.
-    keys = dict.fromkeys([*mine, "copies", *_COMPRESSORS])
+    # Only tables with copies have "copies", and only pipelines with compressors or a placement name them.
+    keys = dict.fromkeys([*mine, "copies", "placement", *_COMPRESSORS])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
     return [f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words] or different

@@ -38,6 +38,9 @@ class StageRecord(NamedTuple):
       parameter_bytes: their bytes.
       flops: floating-point operations of forward and backward of one microbatch, as XLA counts
         them, with an equal share of the layers that all stages run together.
+      sent_bytes: bytes of one microbatch that go from it to later stages.
+      seconds: of forward and backward of one microbatch, where `boundaries="placement"` has measured them; None
+        elsewhere. Transfers are not counted.
     """
 
     stage: int
@@ -47,6 +50,8 @@ class StageRecord(NamedTuple):
     num_parameters: int
     parameter_bytes: int
     flops: float
+    sent_bytes: int = 0
+    seconds: float | None = None
 
 
 class Memory(NamedTuple):
@@ -98,6 +103,8 @@ class ShardRecord(NamedTuple):
 def partition(program: Program) -> list[StageRecord]:
     """One record per stage."""
     stages, records = program.stages, []
+    placement = program.settings.model.placement
+    seconds = placement and placement.seconds or None
     shared = [layer.index for layer in stages.vocabulary.layers]
 
     def leaves_of(layers: Iterable[int]) -> list:
@@ -125,9 +132,19 @@ def partition(program: Program) -> list[StageRecord]:
                 parameter_bytes=round(bytes_of(leaves) + share(bytes_of(shared_leaves))),
                 flops=sum(program.traced.flops[i] for i in layers)
                 + share(sum(program.traced.flops[i] for i in shared)),
+                sent_bytes=_sent_bytes(program.traced, range(*stages.starts[s : s + 2])),
+                seconds=None if seconds is None else seconds[s],
             )
         )
     return records
+
+
+def _sent_bytes(traced: Traced, layers: range) -> int:
+    """Bytes of a microbatch that go from a stage to later ones, without compression."""
+    if layers.stop == len(traced.layers):
+        return 0
+    skips = [leaves for first, last, leaves in traced.skips.values() if first in layers and last >= layers.stop]
+    return sum(map(bytes_of, [traced.outputs[layers.stop - 1], *skips]))
 
 
 def shards(program: Program) -> list[ShardRecord]:

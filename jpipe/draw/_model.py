@@ -49,11 +49,14 @@ class ModelPicture(NamedTuple):
       model: words for the model.
       layers: one record per layer, or per segment of a whole model.
       devices: the devices of each stage, as positions along the axis "stage".
+      seconds: of forward and backward of one microbatch in each stage, where `boundaries="placement"` has measured
+        them; `()` elsewhere.
     """
 
     model: str
     layers: tuple[LayerRecord, ...]
     devices: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return self.text().rstrip()
@@ -142,6 +145,8 @@ class ModelPicture(NamedTuple):
             title = "all stages together" if number is None else f"stage {number} on {_devices(self.devices[number])}"
             num_parameters = sum(layer.num_parameters for layer in layers)
             totals = f"{num_parameters:,} parameters, {count_text(flops)} FLOPs ({flops / total:.1%})"
+            if self.seconds and number is not None:
+                totals += f", {1e3 * self.seconds[number]:.3g} ms"
             cut = []
             if after and number is not None and self.layers[after[0]].stage is not None:
                 cut = [f"{size_text(layers[-1].output_bytes)} to stage {number + 1}"]
@@ -269,7 +274,8 @@ def _picture(pipe: Any, batch: Any) -> ModelPicture:
         )
     given = program.settings.model
     words = f"{given}" if given.number is not None else f"{given}, {len(layers)} segments"
-    return ModelPicture(words, tuple(layers), tuple(map(tuple, program.settings.schedule.copies)))
+    seconds = given.placement.seconds if given.placement else ()
+    return ModelPicture(words, tuple(layers), tuple(map(tuple, program.settings.schedule.copies)), seconds)
 
 
 def count_text(number: float) -> str:

@@ -15,6 +15,7 @@ from jpipe.engine.stage_layers import read_stash, rings_of, with_rings, write_st
 from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import put_row
 from jpipe.layers.avals import is_inexact
+from jpipe.layers.model_tree import num_keys
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.mesh import DATA
 
@@ -103,7 +104,7 @@ def _loss_extra(stage: TrainingStage) -> list[jax.Array]:
 
 def loss_key(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
     """The data of the random key of the loss for the lane's microbatch."""
-    number = len(device.spec.stages.layers)  # layers draw by the numbers below
+    number = num_keys(device.spec.stages.layers)  # layers draw by the numbers below
     return jax.random.key_data(device.random_key(number, lane.microbatch_number))
 
 

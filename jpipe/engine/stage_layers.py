@@ -21,6 +21,7 @@ from jpipe.engine.transport import arrived_skips
 from jpipe.gradients import sums
 from jpipe.gradients.sums import Microbatch
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.model_tree import is_whole
 from jpipe.layers.products import Product
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.rings import STASHES
@@ -241,7 +242,8 @@ def _layer_extra(
     key = jax.random.key_data(stage.device.key)
     if kind.reads_extra[0]:
         lane = stage.scalars
-        key = stage.device.random_key(lane.first_layer(r) + i, lane.microbatch_number)
+        number = 0 if is_whole(stage.spec.stages.layers) else lane.first_layer(r) + i  # see `num_keys`
+        key = stage.device.random_key(number, lane.microbatch_number)
         key = jax.random.key_data(key)
     if not run.state:
         return [key]

@@ -115,6 +115,11 @@ def is_whole(layers: Sequence[Layer]) -> bool:
     return bool(layers) and layers[0].options.segment is not None
 
 
+def num_keys(layers: Sequence[Layer]) -> int:
+    """The number of layers that draw from random keys of their own: the segments of a whole model share its key."""
+    return 1 if is_whole(layers) else len(layers)
+
+
 def joined(layers: Sequence[Layer], trees: Sequence[Any] | None, role: str = "parameters") -> Any:
     """The tree of a model from the trees of its layers.
 

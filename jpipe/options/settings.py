@@ -31,7 +31,8 @@ from jpipe.options.communication import Communication
 from jpipe.options.numbers import Numbers
 from jpipe.options.splits import Splits
 from jpipe.schedule import Schedule
-from jpipe.segments import Model
+from jpipe.segments import Model, WholeModel
+from jpipe.segments.placement import Placement, StepGraph
 from jpipe.segments.trace import Tracing
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
@@ -198,9 +199,23 @@ class Settings:
             layers = self._layers(microbatch, key_impl, like=trained.layers)
             return trace_evaluation(layers, microbatch, **options)
 
+    def steps(self, microbatch: Any, key_impl: Any) -> StepGraph:
+        """The steps of a whole model that a solver can place."""
+        assert isinstance(self.model, WholeModel)
+        with on_platform(self.platform):
+            return self.model.steps(microbatch, self._tracing(key_impl))
+
+    def placed(self, placement: Placement) -> "Settings":
+        """The settings of a whole model that is cut as a solver has placed it."""
+        assert isinstance(self.model, WholeModel)
+        return dataclasses.replace(self, model=self.model.placed(placement))
+
+    def _tracing(self, key_impl: Any) -> Tracing:
+        return Tracing(self.numbers.compute_dtype, key_impl, self.automatic_mesh, self.splits.axis_rules)
+
     def _layers(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> Sequence[Layer]:
-        tracing = Tracing(self.numbers.compute_dtype, key_impl, self.automatic_mesh, self.splits.axis_rules)
-        return self.model.layers(microbatch, tracing, num_stages=self.schedule.num_stages, like=like)
+        num_stages = self.schedule.num_stages
+        return self.model.layers(microbatch, self._tracing(key_impl), num_stages=num_stages, like=like)
 
     def _trace_options(self, key_impl: Any, splits: Sequence[LayerSplit]) -> dict[str, Any]:
         accumulate = self.communication.accumulate_gradients

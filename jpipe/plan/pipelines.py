@@ -80,17 +80,24 @@ def profile_pipeline(
     return measured
 
 
-def boundaries_by_time(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
-    """The boundaries that balance the measured seconds of the stages."""
-    split = settings.schedule.splits_backward
-    programs = [programs_of(operation, settings.numbers.recompute_name) for operation in operations_of(split)]
-    measured = profile(
+def measured_for_table(settings: Settings, traced: TrainingTrace, microbatch: Any, min_seconds: float = 0.5) -> Profile:
+    """A profile with the operations of the table, measured on one device."""
+    operations = operations_of(settings.schedule.splits_backward)
+    programs = [programs_of(operation, settings.numbers.recompute_name) for operation in operations]
+    return profile(
         traced,
         settings.optimizer,
         microbatch,
         programs=sorted({*itertools.chain(*programs)}),
+        min_seconds=min_seconds,
         **_options(settings, traced),
     )
+
+
+def boundaries_by_time(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
+    """The boundaries that balance the measured seconds of the stages."""
+    split = settings.schedule.splits_backward
+    measured = measured_for_table(settings, traced, microbatch)
     inner = inner_layers(settings, traced, microbatch)
     measured, num_stages = _only(measured, inner), settings.schedule.num_stages
     return [inner.start + b for b in balance_by_time(measured, num_stages, split=split)]

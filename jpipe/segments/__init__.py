@@ -7,6 +7,7 @@
 
 import abc
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.model_tree import joined, whole
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.segments.forced import ForcedPlaces
-from jpipe.segments.layers import layers_of_model, shared_parameters
+from jpipe.segments.layers import layers_of_model, shared_parameters, steps_of_model
 from jpipe.segments.model_loss import ModelLoss
+from jpipe.segments.placement import Placement, StepGraph
 from jpipe.segments.places import CutError
 from jpipe.segments.trace import Tracing
 
@@ -35,6 +37,8 @@ class Model(abc.ABC):
 
     number: int | None
     """Of layers; None if it follows from the shapes of a batch."""
+    placement: Placement | None = None
+    """The stages of the steps of a whole model, where a solver has placed them."""
 
     @abc.abstractmethod
     def layers(self, batch: Any, tracing: Tracing, *, num_stages: int, like: Sequence[Layer] = ()) -> Sequence[Layer]:
@@ -108,9 +112,22 @@ class WholeModel(Model):
         with _named_as_a_model():
             self._model = as_layer(model, 0)
         self._signature = CallSignature(self._model.call, self._model.name, returns_loss)
-        self._forced = ForcedPlaces(modules)
+        self._forced: ForcedPlaces | Placement = ForcedPlaces(modules)
         self._loss: ModelLoss | None = None
         self._cut: dict[tuple, Sequence[Layer]] = {}
+
+    def placed(self, placement: Placement) -> "WholeModel":
+        """The model, cut at the ends of the groups of a placement."""
+        model = copy.copy(self)
+        model._forced = model.placement = placement
+        model._cut = {}
+        return model
+
+    def steps(self, batch: Any, tracing: Tracing) -> StepGraph:
+        """The steps that a solver can place, for an abstract microbatch."""
+        args = (batch["inputs"],)
+        with self._explained(args):
+            return steps_of_model(self._bound(args), args, tracing, self._loss)
 
     def boundaries(self, boundaries: Any, layers: Sequence[Layer], num_stages: int) -> Any:
         """See `Model`."""

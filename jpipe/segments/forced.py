@@ -10,6 +10,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean, suggests
 from jpipe.layers.layer import Layer
 from jpipe.segments.places import CutError, CutPlace, DataFlow
+from jpipe.segments.trace import Trace
 
 _NAME = "jpipe.stage_end"
 
@@ -42,6 +43,14 @@ class ForcedPlaces:
 
     def __init__(self, modules: Sequence[str]):
         self._modules = modules
+
+    def arranged(self, trained: Trace, evaluated: Trace) -> tuple[Trace, Trace]:
+        """The model in training and in evaluation, its equations in the order in which they are cut: as they are."""
+        return trained, evaluated
+
+    def are_all(self, places: Sequence[CutPlace], num_stages: int) -> bool:
+        """Whether the model is cut at these places alone: with so many marks the user says where stages may end."""
+        return sum(place.mark[0] == "stage_end" for place in places) >= num_stages
 
     def places(self, flow: DataFlow, paths: Sequence[str]) -> list[CutPlace]:
         """The places in a traced model, in order.

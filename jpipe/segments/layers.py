@@ -19,6 +19,7 @@ from jpipe.layers.report import report
 from jpipe.segments.forced import ForcedPlaces
 from jpipe.segments.model_loss import ModelLoss
 from jpipe.segments.passages import passages
+from jpipe.segments.placement import Placement, StepGraph
 from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
 from jpipe.segments.repeated import check_repeated
 from jpipe.segments.trace import Trace, Tracing
@@ -31,18 +32,18 @@ def layers_of_model(
     tracing: Tracing,
     *,
     num_stages: int,
-    forced: ForcedPlaces,
+    forced: ForcedPlaces | Placement,
     marks: Sequence | None = None,
     loss: ModelLoss | None = None,
 ) -> list[Layer]:
-    """Cuts a model at its narrow places.
+    """Cuts a model at its narrow places, or those of a placement.
 
     Args:
       model: a whole model, bound to `args`.
       args: the abstract arguments of its call, of one microbatch.
       tracing: how it is traced.
       num_stages: S. Segments that repeat in turns, such as the halves of a block, become one if S segments are left.
-      forced: the places that the user names.
+      forced: the places that the user names, or where a solver has placed the products of the model.
       marks: of the places, as the layers of the model for another shape have them; None: all narrow places.
       loss: gets the end of a model that returns its loss; None: the model returns outputs.
 
@@ -51,26 +52,16 @@ def layers_of_model(
       and the state of a segment have the paths that they have in the model. A parameter that several segments read is
       in each of them.
     """
-    trained, leaves = tracing.training(model, args), _ModelLeaves.of(model)
+    trained, evaluated, leaves = _traces(model, args, tracing, loss, is_checked=marks is None)
     paths = [path_text(path) for path in leaves.paths[0]]
-    if marks is None:
-        check_repeated(trained, lambda: tracing.training(model, args), model.name, paths)
-    evaluated = tracing.evaluation(model, args)
-    if loss is not None:
-        trained, evaluated = loss.heads(tracing, args, trained, evaluated)
-    both = [
-        {i: axis for i, axis in here.items() if there.get(i) == axis}
-        for here, there in zip(stacked(trained), stacked(evaluated), strict=True)
-    ]
-    if any(both):
-        trained, evaluated, leaves = in_turns(trained, *both), in_turns(evaluated, *both), leaves.in_turns(*both)
+    trained, evaluated = forced.arranged(trained, evaluated)
     named = _named_places(forced, leaves, trained, evaluated)
     matched = _matched(trained.flow.places, evaluated.flow.places)
     there = {here.mark: place for pairs in (*matched, named) for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
     fixed = [place for place, _ in named]
     if marks is None:
-        places = _chosen(trained, here, fixed, num_stages)
+        places = fixed if forced.are_all(fixed, num_stages) else _chosen(trained, here, fixed, num_stages)
     else:
         places = _merged([place for equal in here for place in equal if place.mark in marks], fixed)
     of_one_state: list[CutPlace] = []
@@ -141,6 +132,35 @@ def _too_few(
             "write the same mutable state, which one stage must hold. "
         )
     return message + "Use fewer stages, or give the model as a list of layers."
+
+
+def steps_of_model(model: Layer, args: tuple, tracing: Tracing, loss: ModelLoss | None = None) -> StepGraph:
+    """The steps of a model in training, which a solver places; for the arguments see `layers_of_model`."""
+    return StepGraph(_traces(model, args, tracing, loss)[0].flow)
+
+
+def _traces(
+    model: Layer, args: tuple, tracing: Tracing, loss: ModelLoss | None, is_checked: bool = False
+) -> tuple[Trace, Trace, "_ModelLeaves"]:
+    """The model in training and in evaluation, and its leaves, with loops over stacked weights as their turns.
+
+    Raises:
+      ValueError: if `is_checked`, and the model computes otherwise at a second call.
+    """
+    trained, leaves = tracing.training(model, args), _ModelLeaves.of(model)
+    if is_checked:
+        paths = [path_text(path) for path in leaves.paths[0]]
+        check_repeated(trained, lambda: tracing.training(model, args), model.name, paths)
+    evaluated = tracing.evaluation(model, args)
+    if loss is not None:
+        trained, evaluated = loss.heads(tracing, args, trained, evaluated)
+    both = [
+        {i: axis for i, axis in here.items() if there.get(i) == axis}
+        for here, there in zip(stacked(trained), stacked(evaluated), strict=True)
+    ]
+    if any(both):
+        trained, evaluated, leaves = in_turns(trained, *both), in_turns(evaluated, *both), leaves.in_turns(*both)
+    return trained, evaluated, leaves
 
 
 class _Ports(NamedTuple):
@@ -227,9 +247,9 @@ def _matched(
 
 
 def _named_places(
-    forced: ForcedPlaces, leaves: "_ModelLeaves", trained: Trace, evaluated: Trace
+    forced: ForcedPlaces | Placement, leaves: "_ModelLeaves", trained: Trace, evaluated: Trace
 ) -> list[tuple[CutPlace, CutPlace]]:
-    """The places that the user names, in training and in evaluation."""
+    """The places that the user or a placement names, in training and in evaluation."""
     paths = [path_text(path) for path in leaves.paths[0]]
     here, there = (forced.places(trace.flow, paths) for trace in (trained, evaluated))
     pairs = [pair for pairs in _matched([(place,) for place in here], [(place,) for place in there]) for pair in pairs]
@@ -251,9 +271,6 @@ def _chosen(
     trace: Trace, places: Sequence[tuple[CutPlace, ...]], fixed: Sequence[CutPlace], num_stages: int
 ) -> list[CutPlace]:
     """The places at which the model is cut: the fixed ones, and narrow ones between them."""
-    marks = [place for place in fixed if place.mark[0] == "stage_end"]
-    if len(marks) >= num_stages:
-        return list(fixed)  # the user says where stages may end
     steps = trace.flow.steps
     taken = {bisect.bisect_left(steps, place.position) for place in fixed}
     narrow_places = narrow(places, num_stages - 1 - len(fixed))

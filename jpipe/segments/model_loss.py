@@ -140,7 +140,6 @@ def _mean_of_microbatches(outputs: Any, num_rows: int) -> Any:
 def _values_at(flow: DataFlow, position: int, leaves: Sequence) -> tuple:
     """The variables computed before a position from which `leaves` follow, with the inputs of the model."""
     producer = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    passed = flow.varying - flow.cheap
     values: set = set()
     visited: set = set()
     needed = list(variables(leaves))
@@ -149,7 +148,7 @@ def _values_at(flow: DataFlow, position: int, leaves: Sequence) -> tuple:
         if v in visited or v not in producer:
             continue
         visited.add(v)
-        if v in passed and producer[v] < position:
+        if v in flow.passed and producer[v] < position:
             values.add(v)
         else:
             needed += variables(flow.program.equations[producer[v]].invars)

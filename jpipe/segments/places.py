@@ -93,14 +93,17 @@ class DataFlow:
       roles: of its inputs.
       varying: the variables that differ from microbatch to microbatch, and must be passed on.
       cheap: the variables that follow from the model's inputs alone, without products or loops.
+      passed: the variables that are passed on where they cross a place.
+      ends: the positions at which the equations were put in order to be cut, see `Placement`.
     """
 
-    def __init__(self, program: ModelProgram, roles: Roles):
-        self.program, self.roles = program, roles
+    def __init__(self, program: ModelProgram, roles: Roles, ends: tuple[int, ...] = ()):
+        self.program, self.roles, self.ends = program, roles, ends
         effects = [v for eqn in program.equations if eqn.effects for v in eqn.outvars]
         self.varying = program.depending_on([*roles.data, *self._draws(), *effects])
         self.cheap = program.computed_from(roles.data, lambda e: not (has_product(e) or is_loop(e) or e.effects))
         self.cheap &= self.varying
+        self.passed = self.varying - self.cheap
 
     def _draws(self) -> list:
         """Random numbers, and keys that several equations draw from: they are the same wherever they are read."""
@@ -162,23 +165,27 @@ class DataFlow:
     @functools.cached_property
     def first_reads(self) -> dict[Any, int]:
         """Parameter that is read -> the first equation on data that reads it, or what follows from it."""
-        sources: dict[Any, set] = {v: {v} for v in self.roles.parameters}
-        first: dict[Any, int] = {}
+        return {v: self.reads[v][0] for v in self.roles.parameters if v in self.reads}
+
+    @functools.cached_property
+    def reads(self) -> dict[Any, list[int]]:
+        """Parameter or leaf of the state -> the equations on data that read it, or what follows from it."""
+        sources: dict[Any, set] = {v: {v} for v in (*self.roles.parameters, *self.roles.state)}
+        reads: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.program.equations):
             read = set().union(*(sources.get(v, ()) for v in variables(eqn.invars)))
             if any(v in self.varying for v in eqn.outvars):
                 for v in read:
-                    first.setdefault(v, i)
+                    reads.setdefault(v, []).append(i)
             else:
                 sources |= {v: read for v in eqn.outvars}
-        return first
+        return reads
 
     @functools.cached_property
     def _crossing(self) -> list[tuple[tuple, tuple]]:
         """For each position the values and the inputs that cross there."""
         equations, end = self.program.equations, len(self.program.equations)
-        passed = self.varying - self.cheap
-        born = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars if v in passed}
+        born = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars if v in self.passed}
         last: dict[Any, int] = {}
         inputs_last: dict[Any, int] = {}
         origins = {v: {v} for v in self.roles.data}
@@ -190,7 +197,7 @@ class DataFlow:
                 inputs_last[x] = i
 
         for i, eqn in enumerate(equations):
-            needs_data = any(v in passed for v in eqn.outvars) or eqn.effects
+            needs_data = any(v in self.passed for v in eqn.outvars) or eqn.effects
             for v in variables(eqn.invars):
                 if needs_data:
                     read(v, i)

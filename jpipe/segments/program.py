@@ -7,6 +7,7 @@ and loops over stacked weights to their turns.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -124,9 +125,27 @@ def has_product(eqn: Any) -> bool:
     """Whether an equation computes matrix products or convolutions, in a loop, a branch or a call too."""
     if eqn.primitive.name in _PRODUCTS:
         return True
+    return any(has_product(inner) for jaxpr in _inner(eqn) for inner in jaxpr.eqns)
+
+
+def num_operations(eqn: Any) -> float:
+    """An estimate of the operations of an equation: those of products, else one for each number that it computes."""
+    sizes = [math.prod(v.aval.shape) for v in eqn.outvars]
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * sizes[0] * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        return 2.0 * sizes[0] * math.prod(kernel) / kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    inner = sum(num_operations(e) for jaxpr in _inner(eqn) for e in jaxpr.eqns)
+    return float(eqn.params.get("length", 1)) * inner if inner else float(sum(sizes))
+
+
+def _inner(eqn: Any) -> list:
+    """The jaxprs of an equation: of a loop, a branch or a call."""
     params = (p for value in eqn.params.values() for p in (value if isinstance(value, tuple) else (value,)))
     jaxprs = (getattr(p, "jaxpr", p) for p in params)
-    return any(has_product(inner) for jaxpr in jaxprs for inner in getattr(jaxpr, "eqns", ()))
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]
 
 
 def is_loop(eqn: Any) -> bool:

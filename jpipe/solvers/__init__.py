@@ -6,6 +6,7 @@ They need NumPy, some of them SciPy, and none JAX.
 from jpipe.solvers._ideals import ideals
 from jpipe.solvers._linearised import linearised
 from jpipe.solvers._pipedream import pipedream
+from jpipe.solvers._placement import TooLarge
 from jpipe.solvers._throughput_ip import throughput_ip
 from jpipe.solvers._two_bw import Blocks, Configuration, two_bw
 from jpipe.solvers.block import block_partition
@@ -26,6 +27,7 @@ __all__ = [
     "Solution",
     "Solver",
     "Stage",
+    "TooLarge",
     "block_partition",
     "get",
     "ideals",

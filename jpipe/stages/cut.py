@@ -237,7 +237,7 @@ class Stages:
         return LayerRun(self.kind_of_layer[layer.index], 1, (), (), parameters=layer.places, gradients=gradients)
 
 
-BALANCES = ("flops", "time", "memory")
+BALANCES = ("flops", "time", "memory", "placement")
 """What boundaries can balance between stages."""
 
 

@@ -18,7 +18,7 @@ from jpipe._util.warn import warn
 from jpipe.engine.state import STATE_ARRAYS, PipelineState, num_rounds
 from jpipe.engine.state_arrays import Adopted
 from jpipe.layers.layer import Layer
-from jpipe.layers.model_tree import is_whole, picked
+from jpipe.layers.model_tree import is_whole, num_keys, picked
 from jpipe.layers.quick_jit import quick_options, shared_jit
 from jpipe.mesh import STAGE
 from jpipe.optim.identity import difference
@@ -330,7 +330,7 @@ def initial(
     key_options = quick_options(next(iter(key.devices())).platform)
     fold_in = jax.jit(jax.random.fold_in, compiler_options=key_options)
     # Before `new_state` changes the default device: `fold_in` would compile on each.
-    *keys, training_key = (fold_in(key, i) for i in range(len(layers) + 1))
+    *keys, training_key = (fold_in(key, i) for i in range(num_keys(layers) + 1))
 
     def initial_layer(i: int) -> list:
         """Weights and mutable state of a layer."""

@@ -1,0 +1,321 @@
+"""Places the steps of a whole model on stages by the solvers of device placement.
+
+    steps ──merged──> nodes ──measured──> graph ──solved──> a stage for each step
+
+A step is a product or a lookup in a table. `jpipe._util.entry_points` names `placement_of` and
+`boundaries_by_placement`; `Pipeline` calls them.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe._util.warn import warn
+from jpipe.costs import inner_layers
+from jpipe.layers.avals import is_inexact, num_bytes
+from jpipe.layers.trace import TrainingTrace
+from jpipe.options.settings import Settings
+from jpipe.plan._profile import LayerProfile, operations_of, programs_of
+from jpipe.plan.pipelines import measured_for_table
+from jpipe.segments.placement import Crossing, Placement, StepGraph
+from jpipe.segments.places import CutError
+from jpipe.segments.program import num_operations
+from jpipe.solvers import Graph, Node, TooLarge, ideals, linearised
+
+MOST_IDEALS = 4096
+"""Nodes are merged until the graph has at most so many ideals, for which the solver takes seconds."""
+MOST_NODES = 64
+"""Nodes are merged until there are at most so many, because each kind of them is compiled and measured."""
+MIN_SECONDS = 0.2
+"""Seconds for which each program of a node is measured, at least."""
+NETWORK = 12.5e9
+"""Bytes per second between devices where they cannot be measured: a network of 100 Gbit/s."""
+
+
+class Costs(NamedTuple):
+    """What the nodes of a model take.
+
+    Attributes:
+      forward, backward: for each node, and last for the loss, seconds for one microbatch.
+      memory: for each node bytes of weights, gradients, optimizer and stashes.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    memory: tuple[float, ...]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Forward and backward together."""
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+
+def placement_of(settings: Settings, microbatch: Any, key_impl: Any, memory_limit: float | None) -> Placement:
+    """The stage of each step of a whole model, so that the slowest stage takes the least time.
+
+    Args:
+      settings: the settings of a pipeline.
+      microbatch: an abstract microbatch.
+      key_impl: implementation of the random keys.
+      memory_limit: bytes of a device, where the stages can fit them; None: no limit.
+
+    Raises:
+      CutError: if the model has fewer parts for stages than the schedule has stages.
+
+    References:
+      Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
+      arXiv:2006.16423, section 5.1.1.
+    """
+    num_stages = settings.schedule.num_stages
+    graph = settings.steps(microbatch, key_impl)
+    nodes = merged_steps(graph, num_stages)
+    if len(nodes) < num_stages:
+        raise CutError(
+            f"{settings.model} can be placed on at most {len(nodes)} stages, and the schedule has {num_stages}: every "
+            "stage needs a product, or a lookup in a table. Use fewer stages, or give the model as a list of layers."
+        )
+    node_of = {number: k for k, items in enumerate(nodes) for item in items for number in graph.steps[item]}
+    fine = Placement(tuple(node_of[number] for number in range(len(node_of))), is_all=True)
+    in_nodes = settings.placed(fine)
+    costs = costs_of(in_nodes, in_nodes.trace(microbatch, key_impl), microbatch)
+    pairs = {(before, item) for item, needs in graph.needs.items() for before in needs}
+    order = {(node_of[graph.steps[a][0]], node_of[graph.steps[b][0]]) for a, b in pairs}
+    crossing = graph.crossing(graph.groups(dict(enumerate(fine.groups)), len(nodes)), len(nodes))
+    problem = problem_of(costs, crossing, order, bandwidth_of(settings))
+    stages = solved(problem, len(nodes), num_stages, memory_limit)
+    stage_of = {k: stage for stage, members in enumerate(stages) for k in members}
+    *of_nodes, of_loss = costs.seconds
+    seconds = [math.fsum(of_nodes[k] for k in members) for members in stages]
+    seconds[-1] += of_loss
+    return Placement(tuple(stage_of[k] for k in fine.groups), tuple(seconds))
+
+
+def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
+    """The boundaries of a list of layers, so that the slowest stage with its transfers takes the least time.
+
+    The layers stay in their order.
+    """
+    inner, num_stages = inner_layers(settings, traced, microbatch), settings.schedule.num_stages
+    number = len(inner)
+    costs = costs_of(settings, traced, microbatch)
+    kept = slice(inner.start, inner.stop)
+    costs = Costs(
+        (*costs.forward[kept], costs.forward[-1]), (*costs.backward[kept], costs.backward[-1]), costs.memory[kept]
+    )
+    crossing = [
+        Crossing(first - inner.start, frozenset({last - inner.start}), aval)
+        for first, last, avals in (
+            *((i, i + 1, traced.outputs[i]) for i in inner[:-1]),
+            *(skip for skip in traced.skips.values() if {*skip[:2]} <= {*inner}),
+        )
+        for aval in avals
+    ]
+    order = {(i, i + 1) for i in range(number - 1)}
+    problem = problem_of(costs, crossing, order, bandwidth_of(settings))
+    stages = solved(problem, number, num_stages, None)
+    return [inner.start + min(members) for members in stages[1:]]
+
+
+def costs_of(settings: Settings, traced: TrainingTrace, microbatch: Any) -> Costs:
+    """Measures the layers of a traced model on one device, and counts their bytes."""
+    measured = measured_for_table(settings, traced, microbatch, MIN_SECONDS).in_table(settings.schedule)
+    in_flight = int(settings.schedule.facts().in_flight.max())
+
+    def seconds(layer: LayerProfile, operation: str) -> float:
+        programs = programs_of(operation, measured.recompute)
+        return sum(getattr(layer, program).median for program in programs)
+
+    forward, *backward = operations_of(settings.schedule.splits_backward)
+    layers = [*measured.layers, measured.loss]
+    return Costs(
+        tuple(seconds(layer, forward) for layer in layers),
+        tuple(sum(seconds(layer, operation) for operation in backward) for layer in layers),
+        tuple(map(float, measured.layer_bytes(in_flight))),
+    )
+
+
+def bandwidth_of(settings: Settings) -> float:
+    """Bytes per second from a device to another one: measured, if this process has two of the mesh."""
+    local = [d for d in settings.mesh.devices.flat if d.process_index == jax.process_index()]
+    if len(local) < 2:
+        return NETWORK
+    size = 2**24
+    a = jax.device_put(jnp.zeros(size // 4, jnp.float32), local[0]).block_until_ready()
+    seconds = []
+    for _ in range(7):
+        start = time.perf_counter()
+        jax.device_put(a, local[1]).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return size / statistics.median(seconds)
+
+
+# -- Nodes
+
+
+def merged_steps(graph: StepGraph, num_stages: int) -> list[list[int]]:
+    """The items of a model that have steps, in nodes and in an order that the nodes can run in.
+
+    An item joins the only one that needs it, or the only one that it needs, first those of the fewest operations. So no
+    order of nodes is lost but for the cuts inside of them. It goes on until the nodes have few ideals, and none that is
+    not needed for that has fewer operations than a 64th of a stage.
+    """
+    equations = graph.flow.program.equations
+    work = {
+        item: math.fsum(num_operations(equations[graph.flow.steps[number]]) for number in numbers)
+        for item, numbers in graph.steps.items()
+    }
+    merged = _Merged(graph.needs, work)
+    total, least = math.fsum(work.values()), min(len(work), 4 * num_stages)
+    for share in (64, 32, 16, 8, 4, 2, 1):
+        merged.join_below(total / (share * num_stages), least)
+        if len(merged.members) <= MOST_NODES and num_ideals(merged.needs, MOST_IDEALS) is not None:
+            break
+    return merged.in_order()
+
+
+class _Merged:
+    """Nodes that join.
+
+    Attributes:
+      members: node -> its items. A node has the name of one of them.
+      needs: node -> those that it needs.
+    """
+
+    def __init__(self, needs: Mapping[int, set[int]], work: Mapping[int, float]):
+        self.members = {n: [n] for n in needs}
+        self.needs = {n: set(before) for n, before in needs.items()}
+        self._needed_by: dict[int, set[int]] = {n: set() for n in needs}
+        for n, before in needs.items():
+            for m in before:
+                self._needed_by[m].add(n)
+        self._work = dict(work)
+
+    def join_below(self, work: float, least: int) -> None:
+        """Joins nodes with less work than `work`, while there are more than `least`."""
+        waiting = sorted(self.members, key=lambda n: (self._work[n], n), reverse=True)
+        while waiting and len(self.members) > least:
+            n = waiting.pop()
+            if n not in self.members or self._work[n] >= work:
+                continue
+            only = next((side for side in (self._needed_by[n], self.needs[n]) if len(side) == 1), None)
+            if only is not None:
+                (other,) = only
+                self._join(n, other)
+                waiting.append(other)
+
+    def _join(self, n: int, other: int) -> None:
+        self.members[other] += self.members.pop(n)
+        self._work[other] += self._work.pop(n)
+        for here, there in ((self.needs, self._needed_by), (self._needed_by, self.needs)):
+            for m in here.pop(n) - {other}:
+                there[m].discard(n)
+                there[m].add(other)
+                here[other].add(m)
+            here[other].discard(n)
+
+    def in_order(self) -> list[list[int]]:
+        """The items of each node, those of the first equation first where the order is free."""
+        waits = {n: len(before) for n, before in self.needs.items()}
+        nodes = []
+        while waits:
+            n = min((n for n, count in waits.items() if not count), key=lambda n: min(self.members[n]))
+            del waits[n]
+            nodes.append(sorted(self.members[n]))
+            for m in self._needed_by[n]:
+                waits[m] -= 1
+        return nodes
+
+
+def num_ideals(needs: Mapping[int, set[int]], limit: int) -> int | None:
+    """The number of sets of nodes that have all that their nodes need; None if it is above `limit`."""
+    bit = {n: 1 << k for k, n in enumerate(needs)}
+    mask = {n: sum(bit[m] for m in before) for n, before in needs.items()}
+    known, new = {0}, [0]
+    while new:
+        larger = {s | bit[n] for s in new for n in needs if not s & bit[n] and mask[n] & s == mask[n]} - known
+        known |= larger
+        if len(known) > limit:
+            return None
+        new = list(larger)
+    return len(known)
+
+
+# -- The problem and its solution
+
+
+def problem_of(costs: Costs, crossing: Sequence[Crossing], order: set[tuple[int, int]], bandwidth: float) -> Graph:
+    """The nodes of a model as a graph for the solvers.
+
+    The first node "inputs" has the inputs of the model, the last one "outputs" the loss. Each value that crosses is a
+    node beside the one that computes it, because values of one node may be read in different places.
+
+    Args:
+      costs: of the nodes.
+      crossing: the values that cross from node to node.
+      order: pairs of nodes, the first of which the second needs.
+      bandwidth: bytes per second.
+    """
+    number = len(costs.memory)
+    names: list = [*range(number), "outputs"]
+    nodes = [
+        Node(name, forward=f, backward=b, memory_bytes=m, transfer=0.0, colocation=name)
+        for name, f, b, m in zip(names, costs.forward, costs.backward, (*costs.memory, 0.0), strict=True)
+    ]
+    inputs = len(nodes)
+    nodes.append(Node("inputs", memory_bytes=0.0, transfer=0.0, colocation="inputs"))
+    firsts = {k for k in range(number)} - {after for _, after in order}
+    lasts = {k for k in range(number)} - {before for before, _ in order}
+    edges = {(a, b) for a, b in order if a != b} | {(inputs, k) for k in firsts} | {(k, number) for k in lasts}
+    for value in crossing:
+        source = inputs if value.group is None else value.group
+        # The solvers count every transfer twice, once for the gradient.
+        times = 1.0 if is_inexact(value.aval) and value.group is not None else 0.5
+        transfer = times * num_bytes([value.aval]) / bandwidth
+        edges |= {(len(nodes), reader) for reader in value.readers}
+        name = f"value {len(nodes)}"
+        nodes.append(Node(name, memory_bytes=0.0, transfer=transfer, colocation=nodes[source].colocation))
+    return Graph(tuple(nodes), tuple(sorted(edges)))
+
+
+def solved(problem: Graph, number: int, num_stages: int, memory_limit: float | None) -> list[list[int]]:
+    """The nodes of each stage. The nodes of the model are the first `number` ones of the problem."""
+    limits = (memory_limit, math.inf) if memory_limit is not None else (math.inf,)
+    for limit in limits:
+        try:
+            try:
+                found = ideals(problem, num_stages, memory_limit=limit, max_ideals=2 * MOST_IDEALS)
+            except TooLarge:
+                found = linearised(problem, num_stages, memory_limit=limit)
+                warn(
+                    "the products of the model can be ordered in too many ways to try all, so that the stages are the "
+                    f"best ones along one order: the slowest takes {found.objective:.3g} s, and no placement takes "
+                    f"less than {found.bound:.3g} s."
+                )
+            break
+        except ValueError:
+            if limit is limits[-1]:
+                raise
+    seconds = [node.seconds for node in problem.nodes[:number]]
+    place = {v: n for n, v in enumerate(problem.topological_order)}
+    stages = [sorted((k for k in s.nodes if isinstance(k, int)), key=place.__getitem__) for s in found.stages]
+    return _exactly(num_stages, [members for members in stages if members], seconds)
+
+
+def _exactly(num_stages: int, stages: list[list[int]], seconds: Sequence[float]) -> list[list[int]]:
+    """As many stages as the schedule has: where fewer are as fast, the slowest that can be cut is cut."""
+    while len(stages) < num_stages:
+        s = max((s for s, members in enumerate(stages) if len(members) > 1), key=lambda s: _sum(stages[s], seconds))
+        members = stages[s]
+        cuts = range(1, len(members))
+        cut = min(cuts, key=lambda i: max(_sum(members[:i], seconds), _sum(members[i:], seconds)))
+        stages[s : s + 1] = [members[:cut], members[cut:]]
+    return stages
+
+
+def _sum(members: Sequence[int], seconds: Sequence[float]) -> float:
+    return math.fsum(seconds[k] for k in members)
