@@ -373,10 +373,19 @@ class Pipeline:
         return self._placements[key]
 
     def _of_first_process(self, decide: Callable[[], Sequence]) -> Sequence:
-        """What process 0 decides: what each process measures differs."""
+        """What process 0 decides, because what each process measures differs. All raise its `ValueError`."""
         if self._settings.rows is None:
             return decide()
-        return from_first(list(decide()) if jax.process_index() == 0 else None)
+        found: Any = None
+        if jax.process_index() == 0:
+            try:
+                found = list(decide()), None
+            except ValueError as error:
+                found = None, str(error)
+        decided, refused = from_first(found)
+        if refused is not None:
+            raise ValueError(refused)
+        return decided
 
     def _program_of(
         self,

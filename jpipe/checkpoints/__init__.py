@@ -350,7 +350,8 @@ def _listed(steps: Sequence[int]) -> str:
 def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest) -> PipelineState:
     layout, counters = manifest.layout, manifest.counters
     in_flight, rounds = layout["in_flight"], counters["round"]
-    placement = Placement(tuple(layout["placement"])) if "placement" in layout else None
+    groups, held = map(tuple, layout.get("placement", ((), ())))
+    placement = Placement(groups, held) if groups else None
     program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"], placement)
     key = np.array(counters["key"], np.uint32)
     num_started = counters["started"] + rounds * layout["num_microbatches"]

@@ -70,7 +70,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "starts": list(program.stages.starts),
         **copies,
         **({"whole_model": True} if is_whole(program.stages.layers) else {}),
-        **({"placement": list(settings.model.placement.groups)} if settings.model.placement else {}),
+        **({"placement": _plain(settings.model.placement[:2])} if settings.model.placement else {}),
         **{n: str(c) for n, c in settings.communication.compressors.items()},
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "shard_optimizer": settings.communication.shard_optimizer,

@@ -9,7 +9,7 @@ A step is a product or a lookup in a table. `jpipe._util.entry_points` names `pl
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from jpipe.plan.pipelines import measured_for_table
 from jpipe.segments.placement import Crossing, Placement, StepGraph
 from jpipe.segments.places import CutError
 from jpipe.segments.program import num_operations
-from jpipe.solvers import Graph, Node, TooLarge, ideals, linearised
+from jpipe.solvers import Graph, Node, Solution, TooLarge, ideals, linearised
 
 MOST_IDEALS = 4096
 """Nodes are merged until the graph has at most so many ideals, for which the solver takes seconds."""
@@ -86,13 +86,14 @@ def placement_of(settings: Settings, microbatch: Any, key_impl: Any, memory_limi
     pairs = {(before, item) for item, needs in graph.needs.items() for before in needs}
     order = {(node_of[graph.steps[a][0]], node_of[graph.steps[b][0]]) for a, b in pairs}
     crossing = graph.crossing(graph.groups(dict(enumerate(fine.groups)), len(nodes)), len(nodes))
-    problem = problem_of(costs, crossing, order, bandwidth_of(settings))
-    stages = solved(problem, len(nodes), num_stages, memory_limit)
+    stages = solved(Problem(costs, crossing, order, bandwidth_of(settings)), num_stages, memory_limit)
     stage_of = {k: stage for stage, members in enumerate(stages) for k in members}
     *of_nodes, of_loss = costs.seconds
     seconds = [math.fsum(of_nodes[k] for k in members) for members in stages]
     seconds[-1] += of_loss
-    return Placement(tuple(stage_of[k] for k in fine.groups), tuple(seconds))
+    groups = tuple(stage_of[k] for k in fine.groups)
+    held = graph.groups_of_held(graph.groups(dict(enumerate(groups)), num_stages))
+    return Placement(groups, held, tuple(seconds))
 
 
 def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
@@ -116,8 +117,7 @@ def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatc
         for aval in avals
     ]
     order = {(i, i + 1) for i in range(number - 1)}
-    problem = problem_of(costs, crossing, order, bandwidth_of(settings))
-    stages = solved(problem, number, num_stages, None)
+    stages = solved(Problem(costs, crossing, order, bandwidth_of(settings)), num_stages, None)
     return [inner.start + min(members) for members in stages[1:]]
 
 
@@ -248,74 +248,114 @@ def num_ideals(needs: Mapping[int, set[int]], limit: int) -> int | None:
 # -- The problem and its solution
 
 
-def problem_of(costs: Costs, crossing: Sequence[Crossing], order: set[tuple[int, int]], bandwidth: float) -> Graph:
-    """The nodes of a model as a graph for the solvers.
+class Problem(NamedTuple):
+    """The nodes of a model, to be placed.
 
-    The first node "inputs" has the inputs of the model, the last one "outputs" the loss. Each value that crosses is a
-    node beside the one that computes it, because values of one node may be read in different places.
-
-    Args:
+    Attributes:
       costs: of the nodes.
       crossing: the values that cross from node to node.
       order: pairs of nodes, the first of which the second needs.
-      bandwidth: bytes per second.
+      bandwidth: bytes per second between devices.
     """
-    number = len(costs.memory)
-    names: list = [*range(number), "outputs"]
-    nodes = [
-        Node(name, forward=f, backward=b, memory_bytes=m, transfer=0.0, colocation=name)
-        for name, f, b, m in zip(names, costs.forward, costs.backward, (*costs.memory, 0.0), strict=True)
-    ]
-    inputs = len(nodes)
-    nodes.append(Node("inputs", memory_bytes=0.0, transfer=0.0, colocation="inputs"))
-    firsts = {k for k in range(number)} - {after for _, after in order}
-    lasts = {k for k in range(number)} - {before for before, _ in order}
-    edges = {(a, b) for a, b in order if a != b} | {(inputs, k) for k in firsts} | {(k, number) for k in lasts}
-    for value in crossing:
-        source = inputs if value.group is None else value.group
-        # The solvers count every transfer twice, once for the gradient.
-        times = 1.0 if is_inexact(value.aval) and value.group is not None else 0.5
-        transfer = times * num_bytes([value.aval]) / bandwidth
-        edges |= {(len(nodes), reader) for reader in value.readers}
-        name = f"value {len(nodes)}"
-        nodes.append(Node(name, memory_bytes=0.0, transfer=transfer, colocation=nodes[source].colocation))
-    return Graph(tuple(nodes), tuple(sorted(edges)))
 
+    costs: Costs
+    crossing: Sequence[Crossing]
+    order: Collection[tuple[int, int]]
+    bandwidth: float
 
-def solved(problem: Graph, number: int, num_stages: int, memory_limit: float | None) -> list[list[int]]:
-    """The nodes of each stage. The nodes of the model are the first `number` ones of the problem."""
-    limits = (memory_limit, math.inf) if memory_limit is not None else (math.inf,)
-    for limit in limits:
-        try:
-            try:
-                found = ideals(problem, num_stages, memory_limit=limit, max_ideals=2 * MOST_IDEALS)
-            except TooLarge:
-                found = linearised(problem, num_stages, memory_limit=limit)
-                warn(
-                    "the products of the model can be ordered in too many ways to try all, so that the stages are the "
-                    f"best ones along one order: the slowest takes {found.objective:.3g} s, and no placement takes "
-                    f"less than {found.bound:.3g} s."
+    @property
+    def number(self) -> int:
+        """The number of nodes."""
+        return len(self.costs.memory)
+
+    def transfer(self, value: Crossing) -> float:
+        """Seconds in which a value crosses, and its gradient comes back."""
+        times = 2 if is_inexact(value.aval) and value.group is not None else 1
+        return times * num_bytes([value.aval]) / self.bandwidth
+
+    def load(self, members: Collection[int]) -> float:
+        """Seconds of a stage, with those of what it gets and sends."""
+        inside = {*members}
+        crossing = [v for v in self.crossing if len({k in inside for k in (v.group, *v.readers)}) == 2]
+        seconds = self.costs.seconds
+        return math.fsum([*(seconds[k] for k in members), *map(self.transfer, crossing)])
+
+    @property
+    def graph(self) -> Graph:
+        """The nodes as a graph for the solvers.
+
+        The first node "inputs" has the inputs of the model, the last one "outputs" the loss. Each value that crosses is
+        a node beside the one that computes it, because values of one node may be read in different places.
+        """
+        names: list = [*range(self.number), "outputs"]
+        nodes = [
+            Node(name, forward=f, backward=b, memory_bytes=m, transfer=0.0, colocation=name)
+            for name, f, b, m in zip(
+                names, self.costs.forward, self.costs.backward, (*self.costs.memory, 0.0), strict=True
+            )
+        ]
+        inputs = len(nodes)
+        nodes.append(Node("inputs", memory_bytes=0.0, transfer=0.0, colocation="inputs"))
+        order = {(a, b) for a, b in self.order if a != b}
+        firsts = {*range(self.number)} - {after for _, after in order}
+        lasts = {*range(self.number)} - {before for before, _ in order}
+        edges = order | {(inputs, k) for k in firsts} | {(k, self.number) for k in lasts}
+        # The solvers count every transfer twice if nodes have a backward.
+        times = 2 if any(self.costs.backward) else 1
+        for value in self.crossing:
+            source = inputs if value.group is None else value.group
+            edges |= {(len(nodes), reader) for reader in value.readers}
+            nodes.append(
+                Node(
+                    f"value {len(nodes)}",
+                    memory_bytes=0.0,
+                    transfer=self.transfer(value) / times,
+                    colocation=nodes[source].colocation,
                 )
-            break
-        except ValueError:
-            if limit is limits[-1]:
-                raise
-    seconds = [node.seconds for node in problem.nodes[:number]]
-    place = {v: n for n, v in enumerate(problem.topological_order)}
+            )
+        return Graph(tuple(nodes), tuple(sorted(edges)))
+
+
+def solved(problem: Problem, num_stages: int, memory_limit: float | None) -> list[list[int]]:
+    """The nodes of each stage.
+
+    Args:
+      problem: the nodes.
+      num_stages: S, at most the number of nodes.
+      memory_limit: bytes of a stage, which counts if nodes can be placed so that none needs more; None: no limit.
+    """
+    graph = problem.graph
+    try:
+        found = _solution(graph, num_stages, math.inf if memory_limit is None else memory_limit)
+    except ValueError:
+        if memory_limit is None:
+            raise
+        found = _solution(graph, num_stages, math.inf)
+    place = {v: n for n, v in enumerate(graph.topological_order)}
     stages = [sorted((k for k in s.nodes if isinstance(k, int)), key=place.__getitem__) for s in found.stages]
-    return _exactly(num_stages, [members for members in stages if members], seconds)
+    return _exactly(num_stages, [members for members in stages if members], problem)
 
 
-def _exactly(num_stages: int, stages: list[list[int]], seconds: Sequence[float]) -> list[list[int]]:
-    """As many stages as the schedule has: where fewer are as fast, the slowest that can be cut is cut."""
+def _solution(graph: Graph, num_stages: int, memory_limit: float) -> Solution:
+    try:
+        return ideals(graph, num_stages, memory_limit=memory_limit, max_ideals=2 * MOST_IDEALS)
+    except TooLarge:
+        found = linearised(graph, num_stages, memory_limit=memory_limit)
+        warn(
+            "the products of the model can be ordered in too many ways to try all, so that the stages are the best "
+            f"along one order: the slowest takes {found.objective:.3g} s, and no placement takes less than "
+            f"{found.bound:.3g} s."
+        )
+        return found
+
+
+def _exactly(num_stages: int, stages: list[list[int]], problem: Problem) -> list[list[int]]:
+    """As many stages as the schedule has: where fewer are faster, stages are cut one by one where it costs least."""
     while len(stages) < num_stages:
-        s = max((s for s, members in enumerate(stages) if len(members) > 1), key=lambda s: _sum(stages[s], seconds))
-        members = stages[s]
-        cuts = range(1, len(members))
-        cut = min(cuts, key=lambda i: max(_sum(members[:i], seconds), _sum(members[i:], seconds)))
-        stages[s : s + 1] = [members[:cut], members[cut:]]
+        cuts = [
+            [*stages[:s], members[:i], members[i:], *stages[s + 1 :]]
+            for s, members in enumerate(stages)
+            for i in range(1, len(members))
+        ]
+        stages = min(cuts, key=lambda cut: sorted(map(problem.load, cut), reverse=True))
     return stages
-
-
-def _sum(members: Sequence[int], seconds: Sequence[float]) -> float:
-    return math.fsum(seconds[k] for k in members)

@@ -52,10 +52,10 @@ def passages(crossing: Sequence[Sequence[int]], reads: Sequence[Set[int]]) -> li
             start, stop = next(hop for hop in hops(values[0]) if hop[0] <= k < hop[1])
             stops[values[0]].update(range(start, stop))
     result = [Passage(activation(k) if k < len(crossing) else (), {}, {}) for k in range(len(crossing) + 1)]
-    for value in places:
-        for start, stop in hops(value):
-            if stop > start + 1:
-                name = f"value {value} of segment {start}"
-                result[start].stash[name] = value
-                result[stop].pop[name] = value
+    # In this order the names do not depend on that of the values, which may differ for batches of another shape.
+    skips = sorted((start, stop, value) for value in places for start, stop in hops(value) if stop > start + 1)
+    for start, stop, value in skips:
+        name = f"value {len(result[start].stash)} of segment {start}"
+        result[start].stash[name] = value
+        result[stop].pop[name] = value
     return result

@@ -29,19 +29,23 @@ class Placement(NamedTuple):
 
     Attributes:
       groups: for each step of the model in training its group; no step is in an earlier group than one that it needs.
+      held: for each parameter, and then for each leaf of the state, the only group that reads or writes it; -1 if there
+        is none. In evaluation and for batches of other shapes, where other bytes cross, it stays there. `()`: it is
+        where the trace in training has it.
       seconds: for each group the seconds of a forward and a backward of one microbatch; `()` if they are not known.
       is_all: whether the model is cut at the ends of groups alone, and not also at narrow places inside of them.
     """
 
     groups: tuple[int, ...]
+    held: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
     is_all: bool = False
 
     @classmethod
     def of(cls, values: Sequence) -> "Placement":
         """The placement of its fields, which JSON may have held."""
-        groups, seconds, is_all = values
-        return cls(tuple(groups), tuple(seconds), is_all)
+        groups, held, seconds, is_all = values
+        return cls(tuple(groups), tuple(held), tuple(seconds), is_all)
 
     @property
     def num_groups(self) -> int:
@@ -60,9 +64,9 @@ class Placement(NamedTuple):
                 f"the stages were placed for a model of {len(self.groups)} products, and it has "
                 f"{len(trained.flow.steps)} for these inputs. Make a pipeline for them."
             )
-        groups = graph.groups(dict(enumerate(self.groups)), self.num_groups)
+        groups = graph.groups(dict(enumerate(self.groups)), self.num_groups, self.held)
         there = {n: self.groups[m] for n, m in _same_steps(trained.flow, evaluated.flow).items()}
-        groups_there = graph_there.groups(there, self.num_groups, graph.groups_of_state(groups))
+        groups_there = graph_there.groups(there, self.num_groups, self.held or graph.groups_of_held(groups))
         first, second = (
             dataclasses.replace(trace, flow=g.in_order(by_item, self.num_groups))
             for trace, g, by_item in ((trained, graph, groups), (evaluated, graph_there, groups_there))
@@ -153,15 +157,13 @@ class StepGraph:
             nearest.append(set().union(*({m} if m in self.steps else nearest[m] for m in before)))
         return {n: nearest[n] for n in self.steps}
 
-    def groups(
-        self, of_step: Mapping[int, int], num_groups: int, of_state: Mapping[int, int] | None = None
-    ) -> list[int]:
+    def groups(self, of_step: Mapping[int, int], num_groups: int, of_held: Sequence[int] = ()) -> list[int]:
         """The group of each item: that of its steps, or one between them at whose ends the fewest bytes cross.
 
         Args:
           of_step: number of a step -> its group.
           num_groups: the number of groups.
-          of_state: leaf of the state that training writes -> the group that has it.
+          of_held: see `Placement.held`.
 
         Raises:
           CutError: if a step would be in an earlier group than what it needs.
@@ -172,13 +174,15 @@ class StepGraph:
             if wanted:
                 fixed[n] = max(wanted)
         most = self._at_most(fixed, num_groups)
-        for i, group in (of_state or {}).items():
-            for position in self.flow.reads.get(self.flow.roles.state[i], ()):
-                n = self._item_of[position]
-                fixed.setdefault(n, min(group, most[n]))
+        wished: dict[int, int] = {}
+        for v, group in zip(self._held, of_held):
+            if group >= 0:
+                wished |= {self._item_of[position]: group for position in self.flow.reads.get(v, ())}
         least: list[int] = []
         for n, before in enumerate(self.before):
             lowest = max((least[m] for m in before), default=0)
+            if n not in fixed and n in wished:
+                fixed[n] = min(max(wished[n], lowest), most[n])
             if fixed.get(n, lowest) < lowest:
                 raise CutError(
                     "the model computes its products in another order in evaluation than in training, so that no "
@@ -238,9 +242,17 @@ class StepGraph:
         after = network.sink_side()
         return [n for n in free if ("item", n) in after]
 
-    def groups_of_state(self, groups: Sequence[int]) -> dict[int, int]:
-        """The group of each leaf of the state that is written, where a group touches it."""
-        return {i: groups[self._item_of[at[-1]]] for i, at in self._state_positions.items() if at}
+    @property
+    def _held(self) -> tuple:
+        return (*self.flow.roles.parameters, *self.flow.roles.state)
+
+    def groups_of_held(self, groups: Sequence[int]) -> tuple[int, ...]:
+        """See `Placement.held`."""
+        number = len(self.flow.roles.parameters)
+        positions = [self.flow.reads.get(v, ()) for v in self.flow.roles.parameters]
+        positions += [self._state_positions.get(i, ()) for i in range(len(self._held) - number)]
+        touching = [{groups[self._item_of[position]] for position in at} for at in positions]
+        return tuple(next(iter(found)) if len(found) == 1 else -1 for found in touching)
 
     def in_order(self, groups: Sequence[int], num_groups: int) -> DataFlow:
         """The equations sorted by group."""
