@@ -33,6 +33,16 @@ def test_two_processes_train_as_one(tmp_path):
         assert_equal(got, want)
 
 
+@pytest.mark.exhaustive
+def test_all_processes_place_a_model_as_the_first_one_measured():
+    done = launch("placed.py", devices=2)
+    assert done.returncode == 0, done.stderr
+    for found in ("Placement(groups=", "the model InitApply can be placed on at most 0 stages"):
+        lines = [line.partition("process ")[2] for line in done.stdout.splitlines() if found in line]
+        (first, second) = sorted(lines)
+        assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_does_not_wait_for_ever_for_others_to_start(process):
     with socket.socket() as probe:
