@@ -153,11 +153,6 @@ class WholeModel(Model):
                     marks=marks,
                     loss=self._loss,
                 )
-            if like and [layer.options for layer in layers] != [layer.options for layer in like]:
-                raise CutError(
-                    f"the model ({self._model.name}) computes otherwise for inputs of {shapes_text(args)} than for "
-                    "those that it was cut for: other values cross its places. Make a pipeline for these shapes."
-                )
             self._cut[key] = layers
         return self._cut[key]
 
