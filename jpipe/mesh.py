@@ -49,6 +49,16 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def compilers_part(mesh: Mesh | None) -> Mesh | None:
+    """The mesh of the axes that are left to the compiler and have several devices; None if there are none."""
+    sizes = {} if mesh is None else mesh.shape
+    names = [name for name, n in sizes.items() if name not in (STAGE, DATA) and n > 1]
+    if mesh is None or not names:
+        return None
+    index = tuple(slice(None) if name in names else 0 for name in sizes)
+    return Mesh(mesh.devices[index], names, axis_types=(AxisType.Auto,) * len(names))
+
+
 def with_automatic_axes(a: jax.Array) -> jax.Array:
     """The array where it lies, without explicit axes. With explicit axes JAX wants the split of every result."""
     on = a.sharding

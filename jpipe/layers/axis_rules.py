@@ -14,8 +14,8 @@ from flax.core.spmd import get_logical_axis_rules, logical_axis_rules
 from jax.sharding import Mesh
 
 from jpipe._util.foreign import shown
-from jpipe.layers.constraint import on_mesh
-from jpipe.mesh import DATA, FSDP, MODEL
+from jpipe.layers.mesh_free import on_mesh
+from jpipe.mesh import DATA, FSDP, MODEL, compilers_part
 from jpipe.packing import axes, axes_by_dim
 
 AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -140,14 +140,15 @@ def constraints_on(mesh: Mesh | None, rules: AxisRules) -> Iterator[None]:
     That is, `flax.linen.with_logical_constraint` and `jax.lax.with_sharding_constraint` work in it.
 
     Args:
-      mesh: the mesh of the axes that are left to the compiler; None: nothing is split.
+      mesh: the mesh of the pipeline, or a part of it; None: nothing is split.
       rules: the rules of the pipeline.
     """
     if mesh is None:
         with logical_axis_rules(()):
             yield
         return
-    on_this: Any = rules_for(mesh.shape, rules)
+    part = compilers_part(mesh)
+    on_this: Any = rules_for({} if part is None else part.shape, rules)
     with on_mesh(mesh), logical_axis_rules(on_this):
         yield
 

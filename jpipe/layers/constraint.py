@@ -6,28 +6,15 @@ compiler, and run on other meshes: inside of the `shard_map` of the engine, or o
 measures the layer. So a traced constraint becomes a `constrain`, which has no mesh until it runs.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from jax import lax
 from jax.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.packing import axes, divisible
-
-NO_MESH = jax.sharding.AbstractMesh((), ())
-
-
-@contextlib.contextmanager
-def on_mesh(mesh: Mesh) -> Iterator[None]:
-    """Code inside is traced on a mesh, whatever mesh the user is on."""
-    use = jax.sharding.use_abstract_mesh
-    with use(NO_MESH), use(mesh.abstract_mesh):  # JAX goes to another size by none
-        yield
-
 
 constrain_p = jex.Primitive("constrain")
 """`constrain(value, sharding)`: the value, split as `sharding` says."""
@@ -45,20 +32,13 @@ mlir.register_lowering(
 
 
 def without_mesh(eqn: Any) -> Any:
-    """An equation as it is without a mesh.
+    """The `constrain` of a constraint.
 
-    A constraint loses the axes that do not divide a dim: XLA would pad the dim, and exchange the padding
-    between devices.
+    It loses the axes that do not divide a dim: XLA would pad the dim, and exchange the padding between devices.
     """
-    shardings = {n: p for n, p in eqn.params.items() if isinstance(p, NamedSharding)}
-    if not shardings or eqn.primitive is constrain_p:
-        return eqn
-    if eqn.primitive.name != "sharding_constraint":
-        return eqn.replace(params={**eqn.params, **dict.fromkeys(shardings)})
-    sharding, (value,) = shardings["sharding"], eqn.invars
-    mesh = sharding.mesh
-    spec = divisible(tuple(sharding.spec), value.aval.shape, mesh.shape)
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    sharding, (value,) = eqn.params["sharding"], eqn.invars
+    spec = divisible(tuple(sharding.spec), value.aval.shape, sharding.mesh.shape)
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
     return eqn.replace(primitive=constrain_p, params={"sharding": sharding})
 
 

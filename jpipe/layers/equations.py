@@ -5,6 +5,7 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,10 +16,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 
-from jpipe.layers import convolution
-from jpipe.layers.constraint import NO_MESH, constrain, constrain_p, without_mesh
+from jpipe.layers import constraint, convolution, mapped, permute
 from jpipe.layers.expressions import (
     CALLS,
     CHECKPOINT,
@@ -27,6 +26,15 @@ from jpipe.layers.expressions import (
     number_constants,
     numbered,
     param_text,
+)
+from jpipe.layers.mesh_free import (
+    NO_MESH,
+    aval_without_mesh,
+    context_without_mesh,
+    is_on_mesh,
+    lies_on_mesh,
+    params_without_mesh,
+    value_without_mesh,
 )
 
 
@@ -57,9 +65,8 @@ class Equations:
     def of(cls, closed: jex.ClosedJaxpr) -> "Equations":
         """The equations of a jaxpr, and of the jaxprs that it calls."""
         inliner = _Inliner({}, [], {}, set())
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            inputs = [jex.Var(_aval_without_mesh(v)) for v in closed.jaxpr.invars]
-            outputs = inliner.inline(closed.jaxpr, closed.consts, inputs)
+        inputs = [jex.Var(aval_without_mesh(v.aval)) for v in closed.jaxpr.invars]
+        outputs = inliner.inline(closed.jaxpr, closed.consts, inputs)
         return cls(
             inliner.constants,
             tuple(inputs),
@@ -67,6 +74,23 @@ class Equations:
             tuple(outputs),
             has_checkpoint=CHECKPOINT in inliner.calls,
         )
+
+    @classmethod
+    def _held(cls, closed: jex.ClosedJaxpr) -> "Equations":
+        """The equations of a jaxpr that an equation of a program holds, which are without a mesh already."""
+        jaxpr = closed.jaxpr
+        constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        return cls(constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars))
+
+    def _in(self, jaxpr: Any) -> jex.ClosedJaxpr:
+        """These equations in the place of those of `jaxpr`."""
+        changed = jaxpr.replace(
+            constvars=list(self.constants),
+            invars=list(self.inputs),
+            eqns=list(self.equations),
+            outvars=list(self.outputs),
+        )
+        return jex.ClosedJaxpr(changed, list(self.constants.values()))
 
     def __call__(self, *args: Any) -> list:
         """Evaluates the equations; also under a JAX transformation."""
@@ -224,18 +248,40 @@ def value_of(env: dict, atom: Any) -> Any:
 
 def bind(eqn: Any, values: Sequence) -> list:
     """The results of an equation for these operands."""
-    if eqn.primitive is constrain_p:
-        return [constrain(*values, **eqn.params)]
+    if eqn.primitive is constraint.constrain_p:
+        return [constraint.constrain(*values, **eqn.params)]
+    if eqn.primitive is mapped.mapped_p:
+        jaxpr, *params = (eqn.params[name] for name in ("jaxpr", "in_specs", "out_specs", "sizes"))
+        return mapped.mapped(Equations._held(jaxpr), values, *params)
     if eqn.primitive.name == "axis_index":  # of the mesh that the equation runs on
         return [lax.axis_index(**eqn.params)]
-    return _bind(eqn, values)
-
-
-def _bind(eqn: Any, values: Sequence) -> list:
-    # The context of an equation also sets the mesh on which it was traced.
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(NO_MESH):
+    if eqn.primitive.name == permute.NAME:
+        return [permute.permute(*values, **eqn.params)]
+    eqn = _on_surroundings(eqn)
+    with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _on_surroundings(eqn: Any) -> Any:
+    """A loop or branch, traced on the mesh of the surroundings if an equation in it depends on that."""
+
+    def holds(closed: jex.ClosedJaxpr) -> bool:
+        return any(
+            e.primitive.name in (mapped.mapped_p.name, permute.NAME) or any(map(holds, _jaxprs_of(e)))
+            for e in closed.jaxpr.eqns
+        )
+
+    def traced(value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(traced, value))
+        if not isinstance(value, jex.ClosedJaxpr) or not holds(value):
+            return value
+        return jax.make_jaxpr(Equations._held(value).__call__)(*map(_without_sharding, value.in_avals))
+
+    if not any(map(holds, _jaxprs_of(eqn))):
+        return eqn
+    return eqn.replace(params={name: traced(value) for name, value in eqn.params.items()})
 
 
 class _Inliner(NamedTuple):
@@ -282,23 +328,28 @@ class _Inliner(NamedTuple):
                 inner_constants = getattr(inner, "consts", ())
                 inner = getattr(inner, "jaxpr", inner)
                 out = self.inline(inner, inner_constants, atoms, replaces=replaces)
-            elif eqn.primitive.name == "name":  # only checkpoint policies read names
+            elif eqn.primitive.name in ("name", mapped.NO_OPERATION):  # only checkpoint policies read names
                 out = atoms
             elif not eqn.effects and all(map(_is_empty, eqn.outvars)):
                 out = [self._empty(v) for v in eqn.outvars]
-            elif replaces and (run := _replacement(eqn)) is not None:
-                avals = [_without_sharding(v.aval) for v in atoms]
-                closed = jax.make_jaxpr(run)(*avals)
-                out = self.inline(closed.jaxpr, closed.consts, atoms, replaces=False)
+            elif replaces and _is_slow_convolution(eqn):
+                out = self._convolved(eqn, atoms)
             else:
-                out = [jex.Var(v.aval) for v in eqn.outvars]
-                self.equations.append(eqn.replace(invars=atoms, outvars=out))
+                out = [jex.Var(aval_without_mesh(v.aval)) for v in eqn.outvars]
+                self.equations.append(_without_mesh(eqn).replace(invars=atoms, outvars=out))
             env.update(zip(eqn.outvars, out))
         return [_atom(env, v) for v in jaxpr.outvars]
 
+    def _convolved(self, eqn: Any, atoms: Sequence) -> list:
+        """The results of a convolution in its fast form."""
+        with eqn.ctx.manager, jax.sharding.use_abstract_mesh(NO_MESH):
+            convolve = functools.partial(convolution.convolve, eqn.params)
+            closed = jax.make_jaxpr(convolve)(*(_without_sharding(v.aval) for v in atoms))
+        return self.inline(closed.jaxpr, closed.consts, atoms, replaces=False)
+
     def _empty(self, v: Any) -> Any:
         """A constant in the place of a result without elements, which nobody computes or keeps."""
-        constant = jex.Var(_aval_without_mesh(v))
+        constant = jex.Var(aval_without_mesh(v.aval))
         self.constants[constant] = np.zeros(v.aval.shape, v.aval.dtype)
         return constant
 
@@ -307,9 +358,9 @@ class _Inliner(NamedTuple):
         env = dict(zip(jaxpr.invars, operands, strict=True))
         for v, constant in zip(jaxpr.constvars, constants, strict=True):
             if id(constant) not in self.variable_of:
-                variable = jex.Var(_aval_without_mesh(v))
+                variable = jex.Var(aval_without_mesh(v.aval))
                 self.variable_of[id(constant)] = variable
-                self.constants[variable] = _value_without_mesh(constant)
+                self.constants[variable] = value_without_mesh(constant)
             env[v] = self.variable_of[id(constant)]
         return env
 
@@ -318,11 +369,10 @@ def _atom(env: dict, atom: Any) -> Any:
     """The atom in the place of another one, without the mesh on which a literal was traced."""
     if not isinstance(atom, jex.Literal):
         return env[atom]
-    if not _has_mesh(atom):
+    if not is_on_mesh(atom.aval):
         return atom
     # The value itself also knows the mesh.
-    aval = _aval_without_mesh(atom)
-    return jex.Literal(_array(atom), aval)
+    return jex.Literal(_array(atom), aval_without_mesh(atom.aval))
 
 
 def _is_empty(v: Any) -> bool:
@@ -331,55 +381,38 @@ def _is_empty(v: Any) -> bool:
     return not is_key and math.prod(v.aval.shape) == 0
 
 
-def _replacement(eqn: Any) -> Callable | None:
-    """The function that replaces an equation, if the equation cannot stay as it is."""
-    if _is_slow_convolution(eqn):
-        return lambda *values: convolution.convolve(eqn.params, *values)
-    other = without_mesh(_rewritten(eqn))
-    if other is not eqn or any(map(_has_mesh, (*eqn.invars, *eqn.outvars))):
-        return lambda *values: _bind(other, values)
-    return None
-
-
 def _is_slow_convolution(eqn: Any) -> bool:
     if eqn.primitive.name != convolution.NAME:
         return False
     return convolution.is_slow(eqn.params, *(v.aval.shape for v in eqn.invars))
 
 
-def _rewritten(eqn: Any) -> Any:
-    """The equation without slow convolutions and meshes in its jaxprs, such as the body of a loop."""
+def _without_mesh(eqn: Any) -> Any:
+    """The equation without a mesh, and without slow convolutions in its jaxprs, such as the body of a loop."""
 
-    def changes(closed: jex.ClosedJaxpr) -> bool:
-        return is_on_mesh(closed) or any(
-            _is_slow_convolution(e) or any(map(changes, _jaxprs_of(e))) for e in closed.jaxpr.eqns
-        )
+    def inner(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        return Equations.of(closed)._in(closed.jaxpr)
 
-    def rewritten(value: Any) -> Any:
-        if type(value) is tuple:  # of branches; a named tuple is another parameter
-            return tuple(map(rewritten, value))
-        if not isinstance(value, jex.ClosedJaxpr) or not changes(value):
-            return value
-        equations = Equations.of(value)
-        avals = [_without_sharding(v.aval) for v in equations.inputs]
-        return jax.make_jaxpr(equations.__call__)(*avals)
-
-    params = {name: rewritten(value) for name, value in eqn.params.items()}
-    return eqn.replace(params=params) if any(map(changes, _jaxprs_of(eqn))) else eqn
+    if eqn.primitive.name == "sharding_constraint":
+        eqn = constraint.without_mesh(eqn)
+    elif eqn.primitive.name == mapped.NAME:
+        eqn = mapped.without_mesh(eqn, inner)
+    elif eqn.primitive is not mapped.mapped_p and eqn.primitive is not constraint.constrain_p and _changes(eqn):
+        eqn = mapped.with_plain_collective(eqn)
+        eqn = eqn.replace(params=params_without_mesh(eqn.params, inner))
+    if not eqn.ctx.cur_abstract_mesh.empty:
+        eqn = eqn.replace(ctx=context_without_mesh(eqn.ctx))
+    return eqn
 
 
-def _value_without_mesh(constant: Any) -> Any:
-    """A constant by its value, if it lies on a mesh: it would tie the equations to the mesh."""
-    if not _lies_on_mesh(constant):
-        return constant
-    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
-        data = jnp.asarray(np.asarray(jax.random.key_data(constant)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
-    return np.asarray(constant)
-
-
-def _lies_on_mesh(value: Any) -> bool:
-    return isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding)
+def _changes(eqn: Any) -> bool:
+    """Returns whether an equation knows a mesh, or holds one that does, or a slow convolution."""
+    if not eqn.ctx.cur_abstract_mesh.empty or any(is_on_mesh(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return True
+    return any(
+        any(map(lies_on_mesh, closed.consts)) or any(_is_slow_convolution(e) or _changes(e) for e in closed.jaxpr.eqns)
+        for closed in _jaxprs_of(eqn)
+    )
 
 
 def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,7 +421,7 @@ def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         avals = jax.tree.map(lambda a: _without_sharding(jax.typeof(a)), args)
         closed, results = jax.make_jaxpr(function, return_shape=True)(*avals)
-        if not is_on_mesh(closed):
+        if not is_traced_on_mesh(closed):
             return function(*args)
         values = Equations.of(closed)(*jax.tree.leaves(args))
         return jax.tree.structure(results).unflatten(values)
@@ -396,24 +429,11 @@ def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def is_on_mesh(closed: jex.ClosedJaxpr) -> bool:
+def is_traced_on_mesh(closed: jex.ClosedJaxpr) -> bool:
     """Returns whether a jaxpr was traced on a mesh, or with constants that lie on one."""
     jaxpr = closed.jaxpr
     results = itertools.chain(jaxpr.invars, *(e.outvars for e in jaxpr.eqns))
-    return any(map(_has_mesh, results)) or any(map(_lies_on_mesh, closed.consts))
-
-
-def _has_mesh(atom: Any) -> bool:
-    sharding = getattr(atom.aval, "sharding", None)
-    return sharding is not None and not sharding.mesh.empty
-
-
-def _aval_without_mesh(atom: Any) -> Any:
-    """The abstract value of an atom as it is without a mesh."""
-    if not _has_mesh(atom):
-        return atom.aval
-    alone = jax.make_jaxpr(lambda value: value)(_without_sharding(atom.aval))
-    return alone.jaxpr.invars[0].aval
+    return any(is_on_mesh(v.aval) for v in results) or any(map(lies_on_mesh, closed.consts))
 
 
 def _without_sharding(aval: Any) -> Any:

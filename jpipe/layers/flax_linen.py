@@ -14,6 +14,7 @@ from jpipe.layers.avals import abstract, zeros
 from jpipe.layers.batch_norm import recording
 from jpipe.layers.call_arguments import call_with
 from jpipe.layers.layer import Layer, Linen, check_leaves
+from jpipe.layers.mesh_free import on_same_mesh
 
 
 def from_linen(layer: Linen, index: int) -> Layer:
@@ -53,7 +54,7 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
         variables.pop("intermediates", None)
         return parameters, variables
 
-    key = jax.random.key(0)
+    key, init = jax.random.key(0), on_same_mesh(init)
     try:
         parameters, state = abstract(jax.eval_shape(init, key))
         with recording() as calls:

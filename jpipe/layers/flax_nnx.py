@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract
 from jpipe.layers.call_arguments import call_with
-from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.flow import Flow
 from jpipe.layers.layer import Layer, check_leaves
+from jpipe.layers.mesh_free import NO_MESH
 from jpipe.layers.report import collect
 from jpipe.layers.sameness import sameness
 

@@ -9,6 +9,7 @@ import jax
 from jpipe.layers.avals import abstract, zeros
 from jpipe.layers.call_arguments import call_with
 from jpipe.layers.layer import Function, InitApply, Layer, check_leaves
+from jpipe.layers.mesh_free import on_same_mesh
 
 
 def from_function(layer: Function) -> Layer:
@@ -41,6 +42,7 @@ def from_pair(layer: InitApply, index: int) -> Layer:
         def init(key: jax.Array) -> Any:
             return call_with(functools.partial(layer.init, key), zeros(args))
 
+        init = on_same_mesh(init)
         try:
             parameters = abstract(jax.eval_shape(init, jax.random.key(0)))
         except Exception as error:

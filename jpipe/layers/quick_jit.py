@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jpipe.layers.equations import Equations, is_on_mesh
+from jpipe.layers.equations import Equations, is_traced_on_mesh
 
 _HAS_OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
 """True if XLA for CPUs can still emit kernels without MLIR."""
@@ -66,7 +66,7 @@ def shared_jit(platform: str) -> Callable[[Callable, Any], Any]:
         if program not in compiled:
             size = sum(aval.size for aval in traced.jaxpr.out_avals)
             options = quick_options(platform, size)
-            if is_on_mesh(traced.jaxpr):
+            if is_traced_on_mesh(traced.jaxpr):
                 traced = jax.jit(equations.__call__).trace(*leaves)
             compiled[program] = traced.lower().compile(compiler_options=options)
         return trees[0].unflatten(compiled[program](*leaves))

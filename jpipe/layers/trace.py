@@ -27,6 +27,7 @@ from jpipe.layers.sharding import ValueSplit, stash_specs
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.tracer import Tracer
 from jpipe.layers.trainable import ALL, Trainable
+from jpipe.mesh import compilers_part
 from jpipe.packing import Leaf
 
 
@@ -112,7 +113,7 @@ def trace_layers(
     microbatch: Any,
     *,
     key_impl: Any = None,
-    automatic: Mesh | None = None,
+    mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     **options: Any,
 ) -> TrainingTrace:
@@ -122,7 +123,7 @@ def trace_layers(
       layers: the result of `as_layers`.
       loss: the loss.
       microbatch: abstract arrays.
-      key_impl, automatic, axis_rules, **options: see `_trace`.
+      key_impl, mesh, axis_rules, **options: see `_trace`.
 
     Raises:
       ValueError: if a layer or the loss cannot take its arguments.
@@ -132,11 +133,11 @@ def trace_layers(
         loss,
         microbatch,
         key_impl=key_impl,
-        automatic=automatic,
+        mesh=mesh,
         axis_rules=axis_rules,
         **options,
     )
-    with constraints_on(automatic, axis_rules):
+    with constraints_on(mesh, axis_rules):
         program, weight = trace_loss(loss, outputs, traced.reported, microbatch, key_impl)
     fields = {f.name: getattr(traced, f.name) for f in dataclasses.fields(traced)}
     whole = loss.num_parts is not None
@@ -157,7 +158,6 @@ def _trace(
     key_impl: Any = None,
     policy: Callable | None = None,
     products: Callable[[int, int], bool] | None = None,
-    automatic: Mesh | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     splits: Sequence[LayerSplit] = (),
@@ -174,9 +174,7 @@ def _trace(
       key_impl: implementation of the random keys of the layers; None is JAX's default.
       policy: the checkpoint policy of the layers. The loss stashes all its residuals.
       products: see `trace_layer`.
-      automatic: the mesh of the automatic axes alone, over which parameters may be split; None
-        without such axes.
-      mesh: the whole mesh, if there are automatic axes.
+      mesh: the mesh of the pipeline, if it has axes that are left to the compiler, over which parameters may be split.
       axis_rules: the axes of each logical name.
       splits: the split of each layer by a strategy, instead of annotations; `()` without a strategy.
       trainable: the parameters that are trained.
@@ -204,7 +202,7 @@ def _trace(
             training=loss is not None,
             compute_dtype=compute_dtype,
             key_impl=key_impl,
-            automatic=automatic,
+            mesh=mesh,
             axis_rules=axis_rules,
             splits=splits,
             trainable=trainable,
@@ -223,6 +221,7 @@ def _trace(
         tracer, outputs = traced(reported)
     tracer.drop_input_grads()
     leaves = jax.tree.leaves(inputs)
+    automatic = compilers_part(mesh)
     sizes = {} if automatic is None else automatic.shape
     values = ValueSplit.of(tracer.layer_kinds, leaves[0].shape[0], sizes)
 
@@ -240,7 +239,7 @@ def _trace(
 
 def _stash_specs(tracer: Tracer, values: ValueSplit, mesh: Mesh | None) -> list:
     """The split of the stash of each layer kind; empty without a mesh."""
-    if tracer.automatic is None or mesh is None:
+    if mesh is None or compilers_part(mesh) is None:
         return [[()] * len(kind.stash) for kind in tracer.layer_kinds]
     kinds = zip(tracer.layer_kinds, tracer.specs, strict=True)
     return [stash_specs(kind, spec, values, mesh) for kind, spec in kinds]

@@ -16,12 +16,14 @@ from jpipe.layers.backward import LayerProgram
 from jpipe.layers.call_arguments import arguments_text
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
+from jpipe.layers.mesh_free import on_mesh
 from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.state_update import StateUpdate, trace_state
 from jpipe.layers.trainable import ALL, Trainable
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
+from jpipe.mesh import compilers_part
 
 
 @dataclasses.dataclass
@@ -31,7 +33,7 @@ class Tracer:
     Attributes:
       layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: see `Traced`; of the layers so
         far.
-      automatic: the mesh of the automatic axes; None if there are none.
+      mesh: the mesh that layers are traced on; None without axes that are left to the compiler.
       axis_rules: the axes of the mesh of each logical name.
       splits: the split of each layer by a strategy; `()` without a strategy.
       trainable: the parameters that are trained.
@@ -46,7 +48,7 @@ class Tracer:
     training: bool
     compute_dtype: Any
     key_impl: Any
-    automatic: Mesh | None
+    mesh: Mesh | None
     axis_rules: AxisRules
     splits: Sequence[LayerSplit]
     trainable: Trainable
@@ -60,6 +62,7 @@ class Tracer:
     reported: dict[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._automatic = compilers_part(self.mesh)
         self._key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=self.key_impl)))
         self._stashed: dict[str, Any] = {}
         self._args: list[tuple] = []
@@ -103,7 +106,8 @@ class Tracer:
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
-            layer = self.layers[i].bound(args)
+            with on_mesh(self.mesh):
+                layer = self.layers[i].bound(args)
         except ValueError as error:
             if i == 0 or isinstance(args[0], jax.ShapeDtypeStruct):
                 raise
@@ -155,7 +159,7 @@ class Tracer:
     def _kind(self, i: int, program: LayerProgram, update: StateUpdate) -> int:
         """The kind of layer `i`: an earlier layer's kind if their programs are equal."""
         layer = self.layers[i]
-        sizes = {} if self.automatic is None else self.automatic.shape
+        sizes = {} if self._automatic is None else self._automatic.shape
         if self.splits:
             spec = self.splits[i].parameter_specs
         else:
@@ -189,9 +193,9 @@ class Tracer:
 
     def _annotations(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: honours sharding annotations unless a strategy is given."""
-        if self.splits and self.automatic is not None:
-            return unannotated_on(self.automatic)
-        return constraints_on(self.automatic, self.axis_rules)
+        if self.splits and self._automatic is not None:
+            return unannotated_on(self._automatic)
+        return constraints_on(self.mesh, self.axis_rules)
 
     def _refusal(self, i: int, args: tuple, error: BaseException) -> str:
         """The message for a layer that cannot take its arguments."""
@@ -228,8 +232,8 @@ class Tracer:
                 return as_numbers(cast(layer.outputs(outputs), dtype)), ()
             key = self._typed_key(extra["key"])
             run = run_layer(layer, self.compute_dtype)
-            if self.splits and self.automatic is not None:
-                run = self.splits[i].applied(run, self.automatic)
+            if self.splits and self._automatic is not None:
+                run = self.splits[i].applied(run, self._automatic)
             (outputs, reported), moving = update.results(run, parameters, extra["state"], key, args)
             outputs = as_numbers(cast(outputs, dtype))
             return self._with_sums(outputs, sums, reported), moving

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
+from jpipe.layers import mapped
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
@@ -25,7 +26,7 @@ from jpipe.layers.trace import (
 from jpipe.layers.trainable import ALL, Trainable
 from jpipe.lowering.target import target_of
 from jpipe.lowering.versions import num_versions_of
-from jpipe.mesh import DATA, FSDP, STAGE, on_platform
+from jpipe.mesh import DATA, FSDP, STAGE, compilers_part, on_platform
 from jpipe.options.checks import batch_size
 from jpipe.options.communication import Communication
 from jpipe.options.numbers import Numbers
@@ -86,13 +87,12 @@ class Settings:
     @functools.cached_property
     def automatic_mesh(self) -> Mesh | None:
         """The mesh of the axes that are left to the compiler; None if there are none."""
-        sizes = self.mesh.shape.items()
-        names = [name for name, n in sizes if name not in (STAGE, DATA) and n > 1]
-        if not names:
-            return None
-        index = tuple(slice(None) if name in names else 0 for name, _ in sizes)
-        axis_types = (AxisType.Auto,) * len(names)
-        return Mesh(self.mesh.devices[index], names, axis_types=axis_types)
+        return compilers_part(self.mesh)
+
+    @property
+    def mesh_of_layers(self) -> Mesh | None:
+        """The mesh that layers are traced on; None if it has the pipeline's own axes alone."""
+        return self.mesh if set(self.mesh.axis_names) - {STAGE, DATA} else None
 
     @property
     def automatic_sizes(self) -> Mapping[str, int]:
@@ -187,7 +187,7 @@ class Settings:
           key_impl: implementation of the random keys.
           like: the layers for another microbatch, which a whole model is cut like; `()`: it is cut anew.
         """
-        with on_platform(self.platform):
+        with on_platform(self.platform), mapped.explained(self.mesh):
             layers = self._layers(microbatch, key_impl, like)
             options = self._trace_options(key_impl, self._layer_splits(layers, microbatch, key_impl))
             return trace_layers(layers, self.loss, microbatch, **options)
@@ -195,7 +195,7 @@ class Settings:
     def trace_evaluation(self, microbatch: Any, key_impl: Any, trained: Traced) -> Traced:
         """Traces the layers in evaluation, split like the layers in `trained`."""
         options = self._trace_options(key_impl, trained.splits)
-        with on_platform(self.platform):
+        with on_platform(self.platform), mapped.explained(self.mesh):
             layers = self._layers(microbatch, key_impl, like=trained.layers)
             return trace_evaluation(layers, microbatch, **options)
 
@@ -211,7 +211,7 @@ class Settings:
         return dataclasses.replace(self, model=self.model.placed(placement))
 
     def _tracing(self, key_impl: Any) -> Tracing:
-        return Tracing(self.numbers.compute_dtype, key_impl, self.automatic_mesh, self.splits.axis_rules)
+        return Tracing(self.numbers.compute_dtype, key_impl, self.mesh_of_layers, self.splits.axis_rules)
 
     def _layers(self, microbatch: Any, key_impl: Any, like: Sequence[Layer] = ()) -> Sequence[Layer]:
         num_stages = self.schedule.num_stages
@@ -224,8 +224,7 @@ class Settings:
             key_impl=key_impl,
             policy=self.numbers.policy,
             products=None if accumulate is None else accumulate.is_smaller,
-            automatic=self.automatic_mesh,
-            mesh=self.mesh,
+            mesh=self.mesh_of_layers,
             axis_rules=self.splits.axis_rules,
             splits=splits,
             trainable=self.trainable,

@@ -19,6 +19,7 @@ from jpipe.layers.avals import shapes_key, shapes_text
 from jpipe.layers.call_arguments import CallSignature, arguments_text
 from jpipe.layers.layer import NNX, InitApply, Layer, Linen
 from jpipe.layers.loss import Loss
+from jpipe.layers.mesh_free import on_mesh
 from jpipe.layers.model_tree import joined, whole
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.segments.forced import ForcedPlaces
@@ -145,7 +146,7 @@ class WholeModel(Model):
         if key not in self._cut:
             with self._explained(args):
                 layers = layers_of_model(
-                    self._bound(args),
+                    self._bound(args, tracing),
                     args,
                     tracing,
                     num_stages=num_stages,
@@ -156,8 +157,8 @@ class WholeModel(Model):
             self._cut[key] = layers
         return self._cut[key]
 
-    def _bound(self, args: tuple) -> Layer:
-        with _named_as_a_model():
+    def _bound(self, args: tuple, tracing: Tracing) -> Layer:
+        with _named_as_a_model(), on_mesh(tracing.mesh):
             return self._model.bound(args)
 
     @contextlib.contextmanager

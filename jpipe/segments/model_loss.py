@@ -29,7 +29,7 @@ class ModelLoss:
     """The loss that a model returns.
 
     Args:
-      bound: `args -> the model`, for arguments of any number of rows.
+      bound: `(args, tracing) -> the model`, for arguments of any number of rows.
       with_arguments: makes the arguments of the model the entry "inputs" of a user's batch.
       has_aux: whether the model returns `(loss, aux)`.
 
@@ -37,7 +37,7 @@ class ModelLoss:
       loss: of a pipeline whose layers are the model without its end.
     """
 
-    def __init__(self, bound: Callable[[tuple], Layer], with_arguments: Callable[[Any], Any], has_aux: bool):
+    def __init__(self, bound: Callable[[tuple, Tracing], Layer], with_arguments: Callable[[Any], Any], has_aux: bool):
         self._bound, self._with_arguments = bound, with_arguments
         self._tracing: Tracing | None = None
         self._ends: dict[tuple, _End] = {}
@@ -68,7 +68,7 @@ class ModelLoss:
         if key not in self._ends:
             assert self._tracing is not None
             trace = self._tracing.training if is_training else self._tracing.evaluation
-            self._ends[key] = _End.of(trace(self._bound(args), args))
+            self._ends[key] = _End.of(trace(self._bound(args, self._tracing), args))
         return self._ends[key]
 
 

@@ -66,13 +66,13 @@ class Tracing(NamedTuple):
     Attributes:
       compute_dtype: as of `Pipeline`.
       key_impl: implementation of random keys.
-      automatic: the mesh of the axes that are left to the compiler; None if there are none.
+      mesh: the mesh that layers are traced on; None without axes that are left to the compiler.
       axis_rules: from logical names to its axes.
     """
 
     compute_dtype: Any
     key_impl: Any
-    automatic: Mesh | None
+    mesh: Mesh | None
     axis_rules: AxisRules
 
     def training(self, model: Layer, args: tuple) -> Trace:
@@ -84,7 +84,7 @@ class Tracing(NamedTuple):
             return outputs, state, dict(reported)
 
         key = jax.eval_shape(lambda: jax.random.key(0, impl=self.key_impl))
-        with constraints_on(self.automatic, self.axis_rules):
+        with constraints_on(self.mesh, self.axis_rules):
             return Trace.of(run, model, (key,), args)
 
     def evaluation(self, model: Layer, args: tuple) -> Trace:
@@ -93,7 +93,7 @@ class Tracing(NamedTuple):
         def run(parameters: Any, state: Any, args: tuple) -> tuple:
             return model.evaluate(*self._cast((parameters,)), state, self._cast(args)), {}, {}
 
-        with constraints_on(self.automatic, self.axis_rules):
+        with constraints_on(self.mesh, self.axis_rules):
             return Trace.of(run, model, (), args)
 
     def _cast(self, tree: Any) -> Any:
