@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.layers import constraint, convolution, mapped, permute
+from jpipe.layers import collectives, constraint, convolution, mapped
 from jpipe.layers.expressions import (
     CALLS,
     CHECKPOINT,
@@ -255,8 +255,8 @@ def bind(eqn: Any, values: Sequence) -> list:
         return mapped.mapped(Equations._held(jaxpr), values, *params)
     if eqn.primitive.name == "axis_index":  # of the mesh that the equation runs on
         return [lax.axis_index(**eqn.params)]
-    if eqn.primitive.name == permute.NAME:
-        return [permute.permute(*values, **eqn.params)]
+    if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
+        return list(map(replaced, values))
     eqn = _on_surroundings(eqn)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
@@ -268,7 +268,7 @@ def _on_surroundings(eqn: Any) -> Any:
 
     def holds(closed: jex.ClosedJaxpr) -> bool:
         return any(
-            e.primitive.name in (mapped.mapped_p.name, permute.NAME) or any(map(holds, _jaxprs_of(e)))
+            e.primitive.name in (mapped.mapped_p.name, *collectives.NAMES) or any(map(holds, _jaxprs_of(e)))
             for e in closed.jaxpr.eqns
         )
 

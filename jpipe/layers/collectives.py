@@ -1,0 +1,125 @@
+"""Collectives in a layer that cannot run as they are.
+
+`jax.lax.ppermute`. XLA lets all devices of a program take part in a collective permute, whatever pairs it names: on
+CPUs all of them wait for each other, and on GPUs they form one communicator. A pipeline runs the layers of a stage in a
+branch that the devices of other stages do not take. These wait in another permute at that time, of the messages between
+stages, and both would get values of the other permute, without an error. So a permute becomes all-gathers of pairs of
+devices, in which only the pair takes part. A ring of an even number of devices takes two, and a device sends its value
+twice.
+
+Collectives over several axes at once, if these are axes of `jax.vmap`, which knows them over one axis alone.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+class _Round(NamedTuple):
+    """An all-gather.
+
+    Attributes:
+      groups: the devices that take part together, as positions along the axis; None: all.
+      position: per device, the position of its source in its group; -1 if the source is not in it.
+    """
+
+    groups: list[list[int]] | None
+    position: np.ndarray
+
+
+def replaced(name: str, params: Mapping[str, Any]) -> Callable[[jax.Array], jax.Array] | None:
+    """The function that computes a collective in these surroundings; None if it can run as it is."""
+    if name not in NAMES:
+        return None
+    names = params["axis_name"]
+    names = names if isinstance(names, tuple) else (names,)
+    has_devices = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    if name == "ppermute":
+        return functools.partial(_permute, names, tuple(map(tuple, params["perm"])), has_devices)
+    if has_devices or len(names) == 1:
+        return None
+    return functools.partial(_OVER_SEVERAL_AXES[name], names, params)
+
+
+def _permute(
+    names: tuple[str, ...], perm: tuple[tuple[int, int], ...], has_devices: bool, value: jax.Array
+) -> jax.Array:
+    index = lax.axis_index(names)
+    result = jnp.zeros_like(value)
+    for groups, position in _rounds(lax.axis_size(names), perm, in_pairs=has_devices):
+        gathered = lax.all_gather(value, names, axis_index_groups=groups) if has_devices else _gathered(names, value)
+        source = jnp.asarray(position)[index]
+        result = jnp.where(source >= 0, gathered[jnp.maximum(source, 0)], result)
+    return result
+
+
+def _gathered(names: tuple[str, ...], value: jax.Array) -> jax.Array:
+    """`[devices, ...]`: the values of all."""
+    gathered = value
+    for name in reversed(names):
+        gathered = lax.all_gather(gathered, name)
+    return gathered.reshape(-1, *value.shape)
+
+
+def _all_gather(names: tuple[str, ...], params: Mapping[str, Any], value: jax.Array) -> jax.Array:
+    return _joined(_gathered(names, value), params["all_gather_dimension"], params["tiled"])
+
+
+def _reduce_scatter(names: tuple[str, ...], params: Mapping[str, Any], value: jax.Array) -> jax.Array:
+    return _share(names, lax.psum(value, names), params["scatter_dimension"], params["tiled"])
+
+
+def _all_to_all(names: tuple[str, ...], params: Mapping[str, Any], value: jax.Array) -> jax.Array:
+    shares = _share(names, _gathered(names, value), params["split_axis"] + 1, params["tiled"])
+    return _joined(shares, params["concat_axis"], params["tiled"])
+
+
+def _joined(values: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    """`[devices, ...]` -> the values one after the other along a dim, which is a new one unless `tiled`."""
+    return jnp.concatenate(list(values), dim) if tiled else jnp.moveaxis(values, 0, dim)
+
+
+def _share(names: tuple[str, ...], value: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    """The share of this device of a dim, which is left out unless `tiled`."""
+    size = value.shape[dim] // lax.axis_size(names)
+    share = lax.dynamic_slice_in_dim(value, lax.axis_index(names) * size, size, dim)
+    return share if tiled else lax.squeeze(share, (dim,))
+
+
+_OVER_SEVERAL_AXES = {"all_gather": _all_gather, "all_to_all": _all_to_all, "reduce_scatter": _reduce_scatter}
+NAMES = ("ppermute", *_OVER_SEVERAL_AXES)
+"""The names of the primitives."""
+
+
+@functools.cache
+def _rounds(size: int, perm: tuple[tuple[int, int], ...], *, in_pairs: bool) -> list[_Round]:
+    """The all-gathers that bring each value from its source to its target."""
+    source_of = {target: source for source, target in perm}
+    if size % 2 or not in_pairs:  # the groups of an all-gather have one size, and an axis of `jax.vmap` has no groups
+        return [_Round(None, np.array([source_of.get(i, -1) for i in range(size)], np.int32))]
+    matchings: list[dict[int, int]] = [{}]  # device -> the other one of its pair
+    for source, target in perm:
+        if source == target or any(pairs.get(source) == target for pairs in matchings):
+            continue
+        free = (pairs for pairs in matchings if source not in pairs and target not in pairs)
+        pairs = next(free, None)
+        if pairs is None:
+            matchings.append(pairs := {})
+        pairs |= {source: target, target: source}
+    rounds = []
+    for pairs in matchings:
+        others = [i for i in range(size) if i not in pairs]
+        pairs |= {a: b for a, b in zip(others[::2], others[1::2])}
+        groups = sorted({tuple(sorted(pair)) for pair in pairs.items()})
+        position = np.full(size, -1, np.int32)
+        for group in groups:
+            for i in group:
+                if source_of.get(i) in group:
+                    position[i] = group.index(source_of[i])
+        rounds.append(_Round([list(group) for group in groups], position))
+    return rounds
