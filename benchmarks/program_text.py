@@ -177,6 +177,16 @@ def _linear(table: jpipe.Schedule, data: int = 1, fsdp: int = 1, layers=None, **
     return pipe, {"inputs": numbers, "labels": numbers}
 
 
+def _exchanged(x: jax.Array) -> jax.Array:
+    """Values that go round the devices of "fsdp", and their sum."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return jnp.tanh(jax.lax.ppermute(x, "fsdp", [(0, 1), (1, 0)])) * jax.lax.psum(x, "fsdp")
+
+    rows = jax.sharding.PartitionSpec("fsdp")
+    return jax.shard_map(run, in_specs=rows, out_specs=rows)(x)
+
+
 def _words(
     table: jpipe.Schedule, model: int = 1, fsdp: int = 1, vocabulary=False, **options
 ) -> tuple[jpipe.Pipeline, dict]:
@@ -222,6 +232,13 @@ def features() -> dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]]:
             sync,
             vocabulary=True,
             optimizer=optax.contrib.muon(1e-3),
+        ),
+        **rows(
+            "collectives",
+            _linear,
+            tables.zero_bubble_h1(2, 4),
+            fsdp=2,
+            layers=[functools.partial(nnx.Linear, 16, 16), jpipe.Function(_exchanged)] * 4,
         ),
         **rows("copies", _linear, tables.one_f_one_b(2, 4, replicas=(3, 1))),
         **rows("copies-late", _linear, tables.pipemare(2, 4, replicas=(3, 1))),

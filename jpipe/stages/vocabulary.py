@@ -365,6 +365,8 @@ def _parted(
             )
         dim = dims[0] if dims else 0
         result.append(PartedLeaf(aval, dim, bool(dims), num_parts))
+    if not any(leaf.is_split for leaf in result):  # the layer stays whole, and axes need not divide parts of it
+        return tuple(result)
     parts = tree.unflatten([leaf.part if leaf.aval.shape else leaf.aval for leaf in result])
     layer_of_parts = dataclasses.replace(layer, parameters=parts)
     inner = parameter_specs(layer_of_parts, index, sizes, rules)

@@ -94,10 +94,11 @@ def plain_attention(p, x):
 class Experts(nnx.Module):
     """Each row goes to the device of its expert and back. E experts on as many devices of "expert"."""
 
-    E = 2
+    E = 4
 
     def __init__(self, rngs):
-        self.gate, self.w = weights(rngs, D, self.E), weights(rngs, self.E, D, D)
+        split = nnx.with_partitioning(nnx.initializers.normal(0.25), ("expert", None, None))
+        self.gate, self.w = weights(rngs, D, self.E), nnx.Param(split(rngs.params(), (self.E, D, D)))
 
     def __call__(self, x):
         specs = P("expert"), P(), P("expert")
@@ -269,7 +270,7 @@ MODEL_AXIS = {"stage": 2, "model": 2}
 SUM = ("all-reduce",)
 CASES = {
     "ring": Case({"stage": 2, "context": 4}, same(RingAttention), plain_attention, ("all-gather",)),
-    "experts": Case({"stage": 2, "expert": 2}, same(Experts), plain_experts, ("all-to-all",)),
+    "experts": Case({"stage": 2, "expert": Experts.E}, same(Experts), plain_experts, ("all-to-all",)),
     "nnx": Case(MODEL_AXIS, same(SplitMLP), plain_mlp, SUM),
     "data": Case({"data": 2, **MODEL_AXIS}, same(SplitMLP), plain_mlp, SUM),
     "mesh given": Case(
@@ -292,7 +293,7 @@ SCHEDULES = {
     "1f1b": jpipe.schedules.one_f_one_b,
     "zero bubble": jpipe.schedules.zero_bubble_h1,
     "gpipe": jpipe.schedules.gpipe,
-    "interleaved": functools.partial(jpipe.schedules.interleaved, num_chunks=2),
+    "interleaved": lambda S, N: jpipe.schedules.interleaved(2 * S, N, num_chunks=2),
     "pipedream_2bw": jpipe.schedules.pipedream_2bw,
     "pipedream": jpipe.schedules.pipedream,
     "pipemare": jpipe.schedules.pipemare,
