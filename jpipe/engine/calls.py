@@ -1,6 +1,8 @@
 """The frame of every public call: the user's mesh, the watchdog, and checks of the state."""
 
 import functools
+import re
+import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,7 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe._processes.watchdog import dispatched, watched
 from jpipe._util import in_flight
+from jpipe.engine.scopes import Scope
 from jpipe.engine.state import PipelineState
+from jpipe.mesh import compilers_part
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,19 +70,55 @@ def _placed(a: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(a, sharding)
 
 
-def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
-    """Calls a compiled function whose last output holds a small array under "num_microbatches".
+def call_bounded(function: Any, mesh: Mesh, *args: Any) -> Any:
+    """Calls a jitted function whose last output holds a small array under "num_microbatches".
 
     Args:
       function: the function.
-      devices: an array of the devices that it runs on. On CPUs few calls are in flight, see `jpipe._util.in_flight`.
+      mesh: the devices that it runs on. On CPUs few calls are in flight, see `jpipe._util.in_flight`.
       *args: the arguments of the function.
+
+    Raises:
+      ValueError: see `check_permutes`.
     """
-    in_flight.wait(devices)
+    in_flight.wait(mesh.devices)
+    if function not in _CHECKED:
+        if compilers_part(mesh) is not None and mesh.devices.flat[0].platform == "cpu":
+            check_permutes(function.lower(*args).compile().as_text())
+        _CHECKED.add(function)
     outputs: Any = function(*args)
     in_flight.add(outputs[-1]["num_microbatches"])
     dispatched(outputs[-1]["num_microbatches"])
     return outputs
+
+
+_CHECKED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The functions whose compiled programs were looked at."""
+
+
+def check_permutes(program: str) -> None:
+    """Refuses a program in which XLA itself moves values within a stage by a collective permute.
+
+    On CPUs all devices take part in a permute, and the devices of other stages are elsewhere: see
+    `jpipe.layers.collectives`. The process would end, or the numbers would be wrong.
+
+    Args:
+      program: the text of the compiled program.
+    """
+    for line in re.findall(r"^.* collective-permute\(.*$", program, re.MULTILINE):
+        named = re.search(r'op_name="(.*?/stage[\d,-]+/cond)/([^"]*)"', line)
+        scope = None if named is None else Scope.found_in(named[1])
+        if named is None or scope is None:
+            continue
+        shape = line.partition(" = ")[2].partition("{")[0]
+        operation = named[2].rpartition("/")[2]
+        raise ValueError(
+            f"in the {scope.operation} of stage {', '.join(map(str, scope.stages))}, XLA exchanges parts of a value "
+            f"({shape} on a device) between neighbours, for {operation!r}. On CPUs the devices of all stages would "
+            "have to take part. The operation shifts, slices or joins a value along a dim that is split over devices. "
+            "Do it inside of the `jax.shard_map`, or make the value whole before: "
+            "`jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())`."
+        )
 
 
 def check_state(state: Any) -> None:

@@ -263,14 +263,15 @@ def bind(eqn: Any, values: Sequence) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+_ON_A_MESH = (constraint.constrain_p.name, mapped.mapped_p.name, *collectives.NAMES)
+"""The names of what depends on the mesh that an equation runs on."""
+
+
 def _on_surroundings(eqn: Any) -> Any:
     """A loop or branch, traced on the mesh of the surroundings if an equation in it depends on that."""
 
     def holds(closed: jex.ClosedJaxpr) -> bool:
-        return any(
-            e.primitive.name in (mapped.mapped_p.name, *collectives.NAMES) or any(map(holds, _jaxprs_of(e)))
-            for e in closed.jaxpr.eqns
-        )
+        return any(e.primitive.name in _ON_A_MESH or any(map(holds, _jaxprs_of(e))) for e in closed.jaxpr.eqns)
 
     def traced(value: Any) -> Any:
         if type(value) is tuple:

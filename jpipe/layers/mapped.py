@@ -104,7 +104,7 @@ def _advice(refusal: str, mesh: Mesh) -> str:
             f"A layer runs on the mesh of the pipeline, {sizes} with automatic axes. Leave out `mesh=`, or give "
             "`pipe.mesh`. `jax.make_mesh` makes explicit axes unless it is told `axis_types`."
         )
-    if any(words in refusal for words in ("to be a subset of", "marked as manual", "unbound axis name")):
+    if any(words in refusal for words in ("shard_map requires axis_names", "marked as manual", "unbound axis name")):
         return (
             f"A layer runs on the devices of one stage and one replica, and gets the rows of its replica. It may map "
             f"and communicate over {_listed(free)}, the other axes of the mesh of the pipeline. Leave others out of "

@@ -273,13 +273,13 @@ class Program:
         """
         check_nans(state.parameters, "the state's parameters")
         limit = None if self.has_stepped else _watchdog.LONG
-        devices = self.settings.mesh.devices
+        mesh = self.settings.mesh
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
             batch = self.batches.place(dict(batch))
             if state.program is not self:
                 state = self._taken_over(state, batch)
-            outputs = call_bounded(self._step, devices, state.arrays(), batch, self._rows)
+            outputs = call_bounded(self._step, mesh, state.arrays(), batch, self._rows)
         self.has_stepped = True
         return self._restore(state, *outputs)
 
@@ -322,8 +322,7 @@ class Program:
         """Passes over the table until nothing is in flight."""
         if self.settings.schedule.synchronous:
             return state, self._no_metrics(state)
-        devices = self.settings.mesh.devices
-        outputs = call_bounded(self._flush, devices, state.arrays(), self._rows)
+        outputs = call_bounded(self._flush, self.settings.mesh, state.arrays(), self._rows)
         return self._restore(state, *outputs)
 
     @functools.cached_property

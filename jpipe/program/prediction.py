@@ -78,7 +78,7 @@ class Predictor:
         given_whole = any(map(is_global, jax.tree.leaves(batch)))
         size, padded, _ = self._batches.padded(batch)
         rows_of_table = self.rows_of(padded)
-        outputs, _ = call_bounded(self.compiled_predict, mesh.devices, _read(state), padded, rows_of_table)
+        outputs, _ = call_bounded(self.compiled_predict, mesh, _read(state), padded, rows_of_table)
         if rows is not None and rows.apart and not given_whole:
             outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
         return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
@@ -98,7 +98,7 @@ class Predictor:
         rows_of_table = self.rows_of({"inputs": inputs})
         result, _ = call_bounded(
             self.compiled_evaluate,
-            self.settings.mesh.devices,
+            self.settings.mesh,
             _read(state),
             inputs,
             batch,

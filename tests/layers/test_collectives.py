@@ -160,6 +160,25 @@ def test_a_map_keeps_its_place_in_a_loop_of_the_layer():
     assert compiled.as_text().count(" all-reduce(") >= 2
 
 
+def test_a_constraint_keeps_its_place_in_a_loop():
+    def function(p, x, extra):
+        def turn(x, w):
+            return lax.with_sharding_constraint(jnp.sin(x * w), P("a")), None
+
+        return lax.scan(turn, x, p)[0]
+
+    p = RNG.normal(size=(3, 1, 8)).astype(np.float32)
+    g = RNG.normal(size=X.shape).astype(np.float32)
+    program = traced(function, p, X)
+    run = functools.partial(results, program)
+    want = plain_gradients(function, p, X, g)
+    assert_close(jax.jit(run)(p, X, g), want, "float32")
+    on_devices = jax.shard_map(run, mesh=MESH, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False)
+    lowered = jax.jit(on_devices).lower(p, X, g)
+    assert_close(lowered.compile()(p, X, g), want, "float32")
+    assert lowered.as_text().count("sdy.sharding_constraint") >= 1
+
+
 @pytest.mark.parametrize("size", range(1, 6))
 def test_a_permute_is_all_gathers_of_pairs(size):
     """Every permutation, and every part of one, arrives; a ring of an even number takes two rounds."""

@@ -483,6 +483,11 @@ REFUSED = {
         "`jax.make_mesh` makes explicit axes",
     ),
     "outside of a map": (MODEL_AXIS, jpipe.Function(lambda x: lax.psum(x, "model")), "call psum under `jax.shard_map`"),
+    "constraint": (
+        {"data": 2, **MODEL_AXIS},
+        jpipe.Function(lambda x: lax.with_sharding_constraint(x, P("data", None, "model"))),
+        "names 'data', and the pipeline itself splits over it",
+    ),
     "sum over stages": (
         MODEL_AXIS,
         jpipe.Function(
@@ -500,6 +505,35 @@ def test_other_axes_are_refused(axes, layer, words):
     pipe = pipeline(Case(axes, lambda mesh: [layer] * 2, None, ()))
     with refused(words):
         pipe.init(KEY, batches()[0])
+
+
+def shifted(x, whole):
+    """The values of a map, which JAX leaves split, moved by one position."""
+    spec = P(None, "context")
+    x = jax.shard_map(jnp.tanh, in_specs=spec, out_specs=spec)(x)
+    if whole:
+        x = lax.with_sharding_constraint(x, P())
+    return jnp.roll(x, 1, axis=1)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_permutes_of_xla_itself(whole):
+    """On CPUs they would end the process, or give wrong numbers."""
+    layers = [functools.partial(nnx.Linear, D, D), jpipe.Function(functools.partial(shifted, whole=whole))] * 2
+    pipe = pipeline(Case({"stage": 2, "context": 4}, lambda mesh: layers, None, ()))
+    first, *_ = batches()
+    state = pipe.init(KEY, first)
+    if not whole:
+        with pytest.raises(ValueError, match=r"XLA exchanges parts of a value \(f32\[4,1,8\] on a device\)"):
+            pipe.step(state, first)
+        with pytest.raises(ValueError, match="inside of the `jax.shard_map`, or make the value whole before"):
+            pipe.predict(state, {"inputs": first["inputs"]})
+        return
+    x = first["inputs"]
+    for p in pipe.get_params(state):
+        x = jnp.roll(jnp.tanh(linear(p, x)), 1, axis=1) if p else x
+    _, metrics = pipe.step(state, first)
+    np.testing.assert_allclose(metrics["loss"], square(x, first), rtol=1e-5)
 
 
 def test_axes_before_those_of_the_pipeline():
