@@ -29,11 +29,11 @@ def without_mesh(eqn: Any) -> Any:
       ValueError: if it names an axis that the pipeline itself splits over.
     """
     sharding, (value,) = eqn.params["sharding"], eqn.invars
-    own = [name for name in axes(tuple(sharding.spec)) if name in (STAGE, DATA)]
-    if own:
+    refused = [name for name in axes(tuple(sharding.spec)) if name in (STAGE, DATA)]
+    if refused:
         raise ValueError(
-            f"a constraint, {sharding.spec}, names {own[0]!r}, and the pipeline itself splits over it: a layer runs on "
-            "the devices of one stage and one replica, and gets the rows of its replica. Leave the axis out."
+            f"a constraint, {sharding.spec}, names {refused[0]!r}, and the pipeline itself splits over it: a layer "
+            "runs on the devices of one stage and one replica, and gets the rows of its replica. Leave the axis out."
         )
     spec = divisible(tuple(sharding.spec), value.aval.shape, sharding.mesh.shape)
     sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))

@@ -128,7 +128,7 @@ class WholeModel(Model):
         """The steps that a solver can place, for an abstract microbatch."""
         args = (batch["inputs"],)
         with self._explained(args):
-            return steps_of_model(self._bound(args), args, tracing, self._loss)
+            return steps_of_model(self._bound(args, tracing), args, tracing, self._loss)
 
     def boundaries(self, boundaries: Any, layers: Sequence[Layer], num_stages: int) -> Any:
         """See `Model`."""
