@@ -15,7 +15,7 @@ import jax
 from flax import linen, nnx
 
 from jpipe.layers.as_layers import as_layer, as_layers, shared_weights
-from jpipe.layers.avals import shapes_key, shapes_text
+from jpipe.layers.avals import shapes_key
 from jpipe.layers.call_arguments import CallSignature, arguments_text
 from jpipe.layers.layer import NNX, InitApply, Layer, Linen
 from jpipe.layers.loss import Loss
