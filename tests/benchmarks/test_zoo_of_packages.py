@@ -13,8 +13,13 @@ sys.modules[spec.name] = zoo
 spec.loader.exec_module(zoo)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", zoo.MODELS)
+LARGE = ("unet", "resnet", "bart", "bert", "griffin", "dit")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * name.startswith(LARGE)) for name in zoo.MODELS],
+)
 @pytest.mark.filterwarnings("ignore")
 def test_models_of_packages(name):
     try:
@@ -22,7 +27,8 @@ def test_models_of_packages(name):
     except ImportError as error:
         pytest.skip(f"its package is not installed: {error}")
     result = zoo.trained(case, num_stages=2)
-    assert result.losses < 1e-3 and result.updates < 2e-3
+    assert result.losses < 1e-5
+    assert result.updates < 2e-3  # of weights before a group norm, whose gradients nearly cancel; see the benchmark
 
 
 def test_differences_are_relative_to_each_leaf():
