@@ -46,6 +46,10 @@ class Costs:
         None: the same as `transfer`.
       fused_backward: time of both gradients in one operation. None: the sum of `backward` and
         `weight_grad`.
+      exchange: time of the collectives in the layers of a stage, such as the all-to-alls of
+        experts, once in a forward and once in an input gradient, beside their compute. They pass while the
+        device computes for another microbatch in the same tick; for the rest of them it waits.
+        Lockstep only.
       update: time of a stage's optimizer, once per minibatch, with the sum over its copies.
       tick: time that devices lose by waiting for each other, per tick that sends messages,
         and once more per tick that updates. Lockstep only.
@@ -65,6 +69,7 @@ class Costs:
     transfer: ArrayLike = 0.0
     gradient_transfer: ArrayLike | None = None
     fused_backward: ArrayLike | None = None
+    exchange: ArrayLike = 0.0
     update: ArrayLike = 0.0
     tick: float = 0.0
     jitter: float = 0.0
@@ -100,7 +105,7 @@ class Costs:
           ValueError: if a cost is an array for another number of stages.
         """
         costs: dict[str, np.ndarray] = {}
-        for name in (*_KINDS, "fused_backward", "update", *TRANSFERS.values()):
+        for name in (*_KINDS, "fused_backward", "exchange", "update", *TRANSFERS.values()):
             cost = getattr(self, name)
             if cost is None:
                 costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
@@ -206,9 +211,10 @@ def simulate(
             f'`mode` must be "lockstep" or "dependencies", got {shown(mode)}: the first is one '
             "program on all devices, the second one program per device."
         )
-    if mode == "dependencies" and (costs.num_cores or costs.tick or costs.jitter):
+    in_lockstep = (costs.num_cores, costs.tick, costs.jitter, np.any(costs.exchange))
+    if mode == "dependencies" and any(in_lockstep):
         raise ValueError(
-            "`num_cores`, `tick` and `jitter` are costs of devices in lockstep, got "
+            "`num_cores`, `tick`, `jitter` and `exchange` are costs of devices in lockstep, got "
             'mode="dependencies". Use mode="lockstep".'
         )
     stage_costs = costs.of_stages(schedule.num_stages)
@@ -299,6 +305,8 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
+    waiting = work + _exposed(schedule, length)
+    transfer += waiting.max(axis=1) - work.max(axis=1)
     for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
@@ -318,6 +326,28 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
                 times[ticks == IDLE] = np.nan
     timing = _timing(schedule, length, costs, makespan, start, end)
     return dataclasses.replace(timing, communicating=float(transfer.sum()))
+
+
+def _exposed(schedule: Schedule, length: dict) -> np.ndarray:
+    """`[T, D]`, the time that a device waits for the collectives of its layers.
+
+    Those of one pass lie under what the device computes in the other pass, if that is of another microbatch or stage.
+    """
+    shape = schedule.num_ticks, schedule.num_devices
+    compute = {name: np.zeros(shape) for name in ("forward", "backward")}
+    exchange = {name: np.zeros(shape) for name in compute}
+    depends = np.zeros(shape, bool)
+    for kind in _ticks(schedule):
+        runs = getattr(schedule, kind) != IDLE
+        name = "forward" if kind == "forward" else "backward"
+        for t, c in np.argwhere(runs).tolist():
+            d = schedule.device[c]
+            compute[name][t, d] += length[kind][c]
+            if kind != "weight_grad":
+                exchange[name][t, d] += length["exchange"][c]
+            depends[t, d] |= kind == "backward" and schedule.forward[t, c] == schedule.backward[t, c]
+    covered = {name: np.where(depends, 0.0, compute[other]) for name, other in zip(compute, reversed(compute))}
+    return np.maximum([exchange[name] - covered[name] for name in compute], 0.0).sum(axis=0)
 
 
 def _clock(work: np.ndarray, costs: Costs) -> Callable:

@@ -13,10 +13,9 @@ from jpipe._util.warn import warn
 from jpipe.schedule import Schedule
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
-from jpipe.schedules.arguments import (
-    wrong_counts_or_replicas,
-    wrong_counts_or_ticks,
-)
+from jpipe.schedules.arguments import wrong_counts_or_replicas
+from jpipe.schedules.dual_pipe import dual_pipe_v as dual_pipe_v
+from jpipe.schedules.dual_pipe import refusal as _refusal_of_dual_pipe_v
 from jpipe.schedules.emulated import emulated as emulated
 from jpipe.schedules.emulated import random_delays as random_delays
 from jpipe.schedules.emulated import with_delays as with_delays
@@ -26,6 +25,7 @@ from jpipe.schedules.gpipe import gpipe as gpipe
 from jpipe.schedules.interleaved import interleaved as interleaved
 from jpipe.schedules.interleaved import refusal as _refusal_of_interleaved
 from jpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from jpipe.schedules.one_f_one_b import refusal as _refusal_of_one_f_one_b
 from jpipe.schedules.pipedream import pipedream as pipedream
 from jpipe.schedules.pipedream import refusal as _refusal_of_pipedream
 from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
@@ -40,6 +40,7 @@ from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
 __all__ = [
     "SearchResult",
     "check_options",
+    "dual_pipe_v",
     "emulated",
     "forward_only",
     "get",
@@ -76,9 +77,10 @@ class _Entry(NamedTuple):
 
 
 _BUILDERS = {
+    "dual_pipe_v": _Entry(dual_pipe_v, _refusal_of_dual_pipe_v, stages_per_device=2),
     "gpipe": _Entry(gpipe, wrong_counts_or_replicas),
     "interleaved": _Entry(interleaved, _refusal_of_interleaved),
-    "one_f_one_b": _Entry(one_f_one_b, wrong_counts_or_ticks),
+    "one_f_one_b": _Entry(one_f_one_b, _refusal_of_one_f_one_b),
     "pipedream": _Entry(pipedream, _refusal_of_pipedream),
     "pipedream_2bw": _Entry(pipedream_2bw, _refusal_of_2bw),
     "pipemare": _Entry(pipemare, _refusal_of_pipemare),
@@ -104,6 +106,8 @@ _ALIASES = {
     "zb2p": "zero_bubble_h2",
     "zb_v": "zero_bubble_v",
     "v_zb": "zero_bubble_v",
+    "dualpipe_v": "dual_pipe_v",
+    "dualpipev": "dual_pipe_v",
     "2bw": "pipedream_2bw",
 }
 
@@ -115,7 +119,7 @@ def names() -> list[str]:
 
     Example:
       >>> names()[:3]
-      ['gpipe', 'interleaved', 'one_f_one_b']
+      ['dual_pipe_v', 'gpipe', 'interleaved']
     """
     return sorted(_BUILDERS)
 

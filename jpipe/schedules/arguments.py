@@ -5,28 +5,33 @@ accepts the arguments. Builders raise it (`raise_refusal`), and `jpipe.schedules
 returns it, so that a search over schedules need not catch exceptions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe.schedules.copies import wrong_replicas
 
-TICKS = ("paired", "unit")
+TICKS = {
+    "paired": "a paired tick holds a forward and a whole backward",
+    "unit": "a unit tick one of forward, input gradient and weight gradient",
+}
+OVERLAPPED = {"overlapped": "an overlapped tick is a paired one of two microbatches"}
+"""Where a device of a paired tick would run both passes of one microbatch."""
 
 
-def wrong_ticks(ticks: str) -> str | None:
-    """The refusal of a layout of ticks that is neither "paired" nor "unit".
+def wrong_ticks(ticks: str, known: Mapping[str, str] = TICKS) -> str | None:
+    """The refusal of a layout of ticks that is none of those `known`.
 
     Example:
       >>> wrong_ticks("unit") is None
       True
     """
-    if ticks in TICKS:
+    if isinstance(ticks, str) and ticks in known:
         return None
+    *names, last = map(repr, known)
     return (
-        f"`ticks` must be 'paired' or 'unit', got {shown(ticks)}: a paired tick holds a forward "
-        "and a whole backward, a unit tick one of forward, input gradient and weight "
-        "gradient. Pass one of the two."
+        f"`ticks` must be {', '.join(names)} or {last}, got {shown(ticks)}: {', '.join(known.values())}. "
+        "Pass one of them."
     )
 
 
@@ -43,10 +48,11 @@ def wrong_counts_or_ticks(
     num_microbatches: int,
     ticks: str,
     replicas: Sequence[int] | None = None,
+    known: Mapping[str, str] = TICKS,
 ) -> str | None:
-    """The refusal of a builder that takes any counts, paired or unit ticks, and copies."""
+    """The refusal of a builder that takes any counts, `known` layouts of ticks, and copies."""
     counts = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    return counts or wrong_ticks(ticks) or wrong_replicas(num_stages, num_microbatches, replicas)
+    return counts or wrong_ticks(ticks, known) or wrong_replicas(num_stages, num_microbatches, replicas)
 
 
 def raise_refusal(refusal: str | None) -> None:

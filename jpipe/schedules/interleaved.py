@@ -6,7 +6,7 @@ from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
-from jpipe.schedules.arguments import raise_refusal, wrong_ticks
+from jpipe.schedules.arguments import OVERLAPPED, TICKS, raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Job, Progress, list_schedule
 
 
@@ -32,7 +32,7 @@ def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str)
             f"go through the chunks of a device in groups of {num_devices}. Use "
             f"{-(-num_microbatches // num_devices) * num_devices}."
         )
-    return wrong_ticks(ticks)
+    return wrong_ticks(ticks, TICKS | OVERLAPPED)
 
 
 @suggests
@@ -63,7 +63,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
     stages: in paired ticks (D - 1) / (v N + D - 1) of all time.
 
     *Paired* ticks hold a forward and then a whole backward of a device, mostly of different
-    stages. The last stage runs both of a microbatch in one tick. *Unit* ticks hold one of
+    stages. The last stage runs both of a microbatch in one tick. *Overlapped* ticks are paired ones without that:
+    every backward comes one tick later, as in `one_f_one_b`. *Unit* ticks hold one of
     forward, input gradient and weight gradient: first 2 (D - 1 - d) + (v - 1) D forwards of
     warm-up on device d, then F B W in turn. The bubble is smaller, 2 (D - 1) ticks of
     3 v N + 2 (D - 1), and no more activations are in flight than in paired ticks.
@@ -72,16 +73,16 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
       num_stages: S, a multiple of `num_chunks`. The schedule has D = S / num_chunks devices.
       num_microbatches: N, a multiple of D.
       num_chunks: v, stages per device, at least 1. With 1 it is `one_f_one_b` in time.
-      ticks: "paired" or "unit".
+      ticks: "paired", "unit" or "overlapped".
 
     Returns:
-      A `Schedule` of T = v N + v D + D - 2 paired or 3 v N + 2 (D - 1) unit ticks. A tick
+      A `Schedule` of T = v N + v D + D - 2 paired, one more overlapped, or 3 v N + 2 (D - 1) unit ticks. A tick
       is as long as an operation of one of S stages.
 
     Raises:
       ValueError: if a count is below 1, `num_chunks` does not divide `num_stages`, the
-        number of devices does not divide `num_microbatches`, or `ticks` is neither of the
-        two.
+        number of devices does not divide `num_microbatches`, or `ticks` is none of the
+        three.
 
     Example:
       Four devices. The unit of time is an operation of one of 8 stages; 1F1B on 4 devices
@@ -104,12 +105,13 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
     group = m // D * num_chunks * D + m % D
     # The position of every operation in its device's order of forwards, or of backwards.
     forward, backward = (group + D * c for c in (chunk, num_chunks - 1 - chunk))
-    if ticks == "paired":
+    if ticks != "unit":
+        later = int(ticks == "overlapped")
         return Schedule.from_ticks(
             "interleaved",
             device=d,
             forward=forward + d,
-            backward=num_chunks * D + backward + D - 2 - d,
+            backward=num_chunks * D + backward + D - 2 - d + later,
         )
 
     count = num_chunks * num_microbatches  # forwards of a device

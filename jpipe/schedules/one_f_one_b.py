@@ -1,13 +1,17 @@
 """1F1B with a flush (PipeDream-Flush)."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
-from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
+from jpipe.schedules.arguments import OVERLAPPED, TICKS, raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, unit_ticks, with_copies
+
+refusal = functools.partial(wrong_counts_or_ticks, known=TICKS | OVERLAPPED)
+"""The reason why `one_f_one_b` refuses its arguments; None if it accepts them."""
 
 
 @suggests
@@ -33,6 +37,11 @@ def one_f_one_b(
     in flight, nearly twice the S - s of the paper. So stage 0, which has the most, keeps
     as many as in GPipe unless N > 2 S - 1.
 
+    *Overlapped* ticks are paired ticks in which the last stage too runs the passes of two microbatches: every backward
+    comes one tick later. Then neither pass of a tick reads what the other writes, and the messages in the layers of
+    one, such as the all-to-alls of experts, can travel while the other computes. It takes one tick and one activation
+    in flight more.
+
     *Unit* ticks hold one of forward, input gradient and weight gradient: after
     min(S - 1 - s, N) forwards of warm-up a stage runs F B W in turn. A gradient leaves
     before the weight gradient of its microbatch is computed, so the bubble is smaller,
@@ -45,7 +54,7 @@ def one_f_one_b(
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1. Fewer than S is allowed and mostly bubble.
-      ticks: "paired" or "unit".
+      ticks: "paired", "unit" or "overlapped".
       replicas: the number of copies of each stage, such as (3, 1). A paired tick then moves as
         many microbatches as the largest number L, so N / L, rounded up, stands for N above. In
         unit ticks every copy runs one operation per tick, in the order of PipeDream's runtime,
@@ -54,11 +63,11 @@ def one_f_one_b(
         each.
 
     Returns:
-      A `Schedule` of T = N + 2 S - 2 paired or 3 N + 2 (S - 1) unit ticks. Every
+      A `Schedule` of T = N + 2 S - 2 paired, N + 2 S - 1 overlapped or 3 N + 2 (S - 1) unit ticks. Every
       operation reads weight version 0, and every stage updates in the last tick.
 
     Raises:
-      ValueError: if either count is below 1, `ticks` is neither of the two, or `replicas` does
+      ValueError: if either count is below 1, `ticks` is none of the three, or `replicas` does
         not fit.
 
     Example:
@@ -71,17 +80,19 @@ def one_f_one_b(
     References:
       Narayanan et al., ICML 2021, arXiv:2006.09503, section 2.2. The paired table departs
       from it: before the last stage, the tick of a backward also holds the forward of a
-      later microbatch.
+      later microbatch. Megatron-LM hides the all-to-alls of experts in a combined 1F1B like the
+      overlapped one.
     """
-    raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas))
+    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas))
+    later = int(ticks == "overlapped")
 
     def paired(N: int) -> dict:
         s, m = np.arange(num_stages), np.arange(N)[:, None]
         # A tick runs forward before backward, so the last stage can run both passes of a
         # microbatch in one tick.
-        return dict(forward=m + s, backward=m + 2 * (num_stages - 1) - s)
+        return dict(forward=m + s, backward=m + 2 * (num_stages - 1) - s + later)
 
-    if ticks == "paired":
+    if ticks != "unit":
         arguments = with_copies(paired, num_microbatches, replicas)
     elif replicas is not None and has_copies(replicas):
         arguments = unit_ticks(num_microbatches, replicas, synchronous=True)

@@ -17,25 +17,28 @@ TRAINING = [
     ("gpipe", {}),
     ("one_f_one_b", {}),
     ("one_f_one_b", {"ticks": "unit"}),
+    ("one_f_one_b", {"ticks": "overlapped"}),
     ("interleaved", {}),
     ("interleaved", {"ticks": "unit"}),
+    ("interleaved", {"ticks": "overlapped"}),
     ("zero_bubble_h1", {}),
     ("zero_bubble_h2", {}),
     ("zero_bubble_v", {}),
+    ("dual_pipe_v", {}),
 ]
 EVERY = [("forward_only", {}), *TRAINING]
 GRID = list(itertools.product(range(1, 7), range(1, 9)))
 
 
 def stages_a_device(name: str) -> int:
-    return 2 if name in ("interleaved", "zero_bubble_v") else 1
+    return 2 if name in ("interleaved", "zero_bubble_v", "dual_pipe_v") else 1
 
 
 def fits(name: str, num_stages: int, num_microbatches: int) -> bool:
     """Whether the schedule exists for these counts."""
     num_devices, rest = divmod(num_stages, stages_a_device(name))
-    grouped = name == "interleaved"
-    return not rest and not (grouped and num_microbatches % num_devices)
+    grouped, filled = name == "interleaved", name == "dual_pipe_v"
+    return not (rest or (grouped and num_microbatches % num_devices) or (filled and num_microbatches < num_stages))
 
 
 every_schedule = pytest.mark.parametrize(("name", "options"), EVERY, ids=str)

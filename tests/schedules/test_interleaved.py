@@ -105,5 +105,5 @@ def test_wrong_input():
         interleaved(8, 6)
     with pytest.raises(ValueError, match="`num_chunks` must be an integer of at least"):
         interleaved(8, 8, num_chunks=0)
-    with pytest.raises(ValueError, match="'paired' or 'unit', got 'half'"):
+    with pytest.raises(ValueError, match="'unit' or 'overlapped', got 'half'"):
         interleaved(8, 8, ticks="half")

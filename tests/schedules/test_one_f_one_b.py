@@ -75,5 +75,5 @@ def test_unit_ticks_warm_up_then_take_turns(num_stages, num_microbatches):
 
 
 def test_an_unknown_layout_of_ticks():
-    with pytest.raises(ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"):
+    with pytest.raises(ValueError, match="`ticks` must be 'paired', 'unit' or 'overlapped', got 'half'"):
         one_f_one_b(4, 8, ticks="half")

@@ -11,12 +11,15 @@ from jpipe import schedules
 
 GRID = list(itertools.product((0, 1, 2, 3, 4, 5, 8, 2.5, True), range(0, 9)))
 OPTIONS = {
+    "dual_pipe_v": [{}],
     "forward_only": [{}, {"stage": [1, 0]}, {"stage": [0, 0]}],
     "gpipe": [{}],
     "interleaved": [
-        {"num_chunks": chunks, "ticks": ticks} for chunks in (0, 1, 2, 3) for ticks in ("paired", "unit", "half")
+        {"num_chunks": chunks, "ticks": ticks}
+        for chunks in (0, 1, 2, 3)
+        for ticks in ("paired", "unit", "overlapped", "half")
     ],
-    "one_f_one_b": [{}, {"ticks": "unit"}, {"ticks": "half"}],
+    "one_f_one_b": [{}, {"ticks": "unit"}, {"ticks": "overlapped"}, {"ticks": "half"}, {"ticks": None}],
     "pipedream": [{}, {"ticks": "paired"}, {"vertical_sync": True}, {"ticks": 3}],
     "pipedream_2bw": [{}, {"ticks": "paired"}, {"ticks": None}],
     "pipemare": [
@@ -78,6 +81,7 @@ def test_a_refusal_is_the_error_of_the_builder(name, options):
         ("zb-h1", "zero_bubble_h1"),
         ("ZB-H2", "zero_bubble_h2"),
         ("zbv", "zero_bubble_v"),
+        ("DualPipeV", "dual_pipe_v"),
         ("2bw", "pipedream_2bw"),
         ("PipeDream-2BW", "pipedream_2bw"),
         ("pipe_mare", "pipemare"),
