@@ -54,10 +54,10 @@ def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     what the other writes. So the messages in the layers of one, such as the all-to-alls of experts, can travel while
     the other computes. At both ends weight gradients wait and fill the bubble.
 
-    If a forward and an input gradient take F, a weight gradient W, both gradients B = F + W and a tick of both passes P,
-    devices that do not wait for each other take N (F + B) times 2, and (S / 2 - 1) (P + B - 3 W) more. In lockstep, where all
-    devices wait for the slowest of each tick, ticks of one operation beside ticks of both cost more: `zero_bubble_v`
-    is faster where the layers do not communicate.
+    If a forward and an input gradient take F, a weight gradient W, both gradients B = F + W and a tick of both passes
+    P, devices that do not wait for each other take N (F + B) times 2, and (S / 2 - 1) (P + B - 3 W) more. In
+    lockstep, where all devices wait for the slowest of each tick, ticks of one operation beside ticks of both cost
+    more: `zero_bubble_v` is faster where the layers do not communicate.
 
     Args:
       num_stages: S, even: twice the number of devices.
