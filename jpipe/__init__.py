@@ -45,6 +45,7 @@ _MODULE_OF = {
     "WholeBatchLoss": "jpipe.layers.loss",
     "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
+    "minibatch_mean": "jpipe.layers.batch_norm",
     "report": "jpipe.layers.report",
     "report_weights": "jpipe.layers.report",
     "save_params": "jpipe.checkpoints",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from jpipe.engine.state import PipelineState as PipelineState
     from jpipe.engine.traffic import MessageRecord as MessageRecord
     from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
+    from jpipe.layers.batch_norm import minibatch_mean as minibatch_mean
     from jpipe.layers.layer import NNX as NNX
     from jpipe.layers.layer import Function as Function
     from jpipe.layers.layer import InitApply as InitApply

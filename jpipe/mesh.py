@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 
-STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
+STAGE, DATA, FSDP, EXPERT, MODEL = "stage", "data", "fsdp", "expert", "model"
 """Names of the axes of a mesh."""
+
+AXES = (DATA, STAGE, FSDP, EXPERT, MODEL)
+"""The axes of `make_mesh`, from those whose devices send each other the least to those that send the most."""
+
+ROW_AXES = (FSDP, EXPERT)
+"""The axes that are left to the compiler and split the rows of a microbatch."""
 
 DEVICE_MEMORY = "device"
 """The kind of memory that arrays of the state are in: the device's own."""
@@ -41,6 +47,17 @@ def on_platform(platform: str) -> contextlib.AbstractContextManager:
         return jax.default_device(jax.local_devices(backend=platform)[0])
     except RuntimeError:
         return contextlib.nullcontext()
+
+
+def row_axes(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes that are `ROW_AXES`.
+
+    Example:
+      >>> row_axes(("stage", "fsdp", "model"))
+      ('fsdp',)
+    """
+    present = set(names)
+    return tuple(name for name in ROW_AXES if name in present)
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -75,6 +92,7 @@ def make_mesh(
     stage: int,
     data: int = 1,
     fsdp: int = 1,
+    expert: int = 1,
     model: int = 1,
     ring: bool = False,
     devices: Sequence | None = None,
@@ -93,6 +111,10 @@ def make_mesh(
         microbatch, its activations and its messages are split over it, and so is every weight that has
         two dims or more, with its gradient and its optimizer state, as the names of its dims say
         (`axis_rules` of `Pipeline`), or along its largest dim that can be split.
+      expert: devices that share the experts of a stage (expert parallelism). Above 1, the mesh has an axis
+        "expert", which is left to the compiler. The rows of a microbatch, its activations and its messages are
+        split over it, beside "fsdp". Weights whose dims are named "expert" are split over it, with their
+        gradients and their optimizer state; all others are whole.
       model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
         axis "model", which is left to the compiler. Weights and activations are split over it as the
         names of their dims say.
@@ -103,14 +125,13 @@ def make_mesh(
       devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
 
     Returns:
-      The mesh. It has the axis "stage", and the axes "data", "fsdp" and "model" if their sizes are
-      above 1.
+      The mesh. It has the axis "stage", and each of the other axes if its size is above 1.
 
     Raises:
       ValueError: if a size is not a whole number of at least 1, or there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {DATA: data, STAGE: stage, FSDP: fsdp, MODEL: model}
+    sizes = dict(zip(AXES, (data, stage, fsdp, expert, model), strict=True))
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < 1:
             raise ValueError(f"`{name}` must be a whole number of devices, at least 1, got {shown(size)}.")
@@ -127,7 +148,7 @@ def make_mesh(
         asked = ", ".join(f"{name}={shown(size)}" for name, size in axes.items())
         raise ValueError(f"`{asked}` needs {shown(needed)} devices, got {len(devices)} ({platform}). {remedy}")
     shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    if ring and fsdp == model == 1:
+    if ring and needed == data * stage:
         rows = _rings(devices[:needed], data, stage)
         if rows is not None:
             return Mesh(rows.reshape(shape), tuple(axes), axis_types=kinds)

@@ -66,6 +66,7 @@ class Leaf(NamedTuple):
         changes all of it at once, so the moments of one weight are in vectors of their own.
       on_host: whether the leaf is in host memory, and then in a pool.
       chunk: the most numbers of a chunk, if the leaf is in host memory.
+      read_in_parts: the axes over which those who read the leaf take it in parts, so it is never gathered along them.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -75,6 +76,7 @@ class Leaf(NamedTuple):
     on_host: bool = False
     chunk: int = CHUNK
     vector: int = 0
+    read_in_parts: tuple[str, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -174,6 +176,7 @@ class Place:
       num_rows: number of rows of a pool that a leaf takes: its chunks.
       split: number of rows into which each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
       empty: the dtype of a leaf without elements, which is in no array; None for others.
+      read_in_parts: see `Leaf`.
     """
 
     array: str
@@ -187,6 +190,7 @@ class Place:
     num_rows: int = 1
     split: int = 1
     empty: np.dtype | None = None
+    read_in_parts: tuple[str, ...] = ()
 
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
@@ -319,6 +323,7 @@ class Packing:
                     dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
                     place = Place(name, base, 0, count, shape, flat, spec, is_on_host, rows)
+                    place = dataclasses.replace(place, read_in_parts=leaf.read_in_parts)
                     own_places.append(place)
                     used_together[name] += math.prod(shape) if flat else rows
                 own_places[first:] = [dataclasses.replace(p, stride=used_together[p.array]) for p in own_places[first:]]

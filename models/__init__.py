@@ -35,6 +35,7 @@ from models.alexnet import AlexNet
 from models.bert import BERT
 from models.inception import Inception
 from models.losses import CrossEntropy, Loss, Segmentation
+from models.mixture import MixtureTransformer
 from models.mlp import MLP
 from models.recurrent import RecurrentClassifier, RecurrentLM
 from models.recurrent_translation import RecurrentTranslation
@@ -56,6 +57,7 @@ Model = (
     | RecurrentClassifier
     | RecurrentTranslation
     | Transformer
+    | MixtureTransformer
     | BERT
     | Translation
     | Whole
@@ -68,6 +70,7 @@ __all__ = [
     "CrossEntropy",
     "Inception",
     "Loss",
+    "MixtureTransformer",
     "Model",
     "RecurrentClassifier",
     "RecurrentLM",

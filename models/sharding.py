@@ -9,6 +9,7 @@ ones). Without a mesh the names change nothing. The names are
     mlp      hidden units between two matrices, hidden channels between two convolutions
     heads    all heads of attention, side by side
     vocab    words
+    expert   experts of a mixture
 
 so that two matrices with `mlp` or `heads` between them, the first split by columns and the
 second one by rows, need one sum over the devices (Shoeybi et al., 2019, arXiv:1909.08053,
@@ -28,6 +29,12 @@ def named(init: nnx.Initializer, *names: str | None) -> nnx.Initializer:
     """`init` for an array whose dims have these names."""
     # Eager sharding would need a mesh at the time when the array is made.
     return nnx.with_partitioning(init, names, eager_sharding=False)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes of the mesh that a dim of this name is split over, if the mesh has any for it."""
+    (axes,) = linen.logical_to_mesh_axes((name,))
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def constrain(x: Any, *names: str | None) -> Any:

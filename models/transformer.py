@@ -79,9 +79,16 @@ class Block(nnx.Module):
         self.qkv = widening(dim, 3 * dim, "heads", kernel_init=_KERNEL, rngs=rngs)
         self.attention_out = narrowing(dim, dim, "heads", kernel_init=residual, rngs=rngs)
         self.mlp_norm = norm()
+        self._make_mlp(dim, residual, rngs)
+        self.dropout = dropout(rate, rngs)
+
+    def _make_mlp(self, dim: int, residual: nnx.Initializer, rngs: nnx.Rngs) -> None:
         self.mlp_in = widening(dim, 4 * dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
         self.mlp_out = narrowing(4 * dim, dim, "mlp", kernel_init=residual, rngs=rngs)
-        self.dropout = dropout(rate, rngs)
+
+    def _mlp(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
+        hidden = constrain(self.mlp_in(x), "batch", None, "mlp")
+        return self.mlp_out(nnx.gelu(hidden))
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         qkv = self.qkv(constrain(self.attention_norm(x), "batch", None, None))
@@ -92,9 +99,7 @@ class Block(nnx.Module):
         attended = constrain(attended, "batch", None, "heads", None)
         x = x + self.dropout(self.attention_out(attended.reshape(x.shape)))
         x = constrain(x, "batch", "length", "embed")
-        hidden = self.mlp_in(constrain(self.mlp_norm(x), "batch", None, None))
-        hidden = constrain(hidden, "batch", None, "mlp")
-        x = x + self.dropout(self.mlp_out(nnx.gelu(hidden)))
+        x = x + self.dropout(self._mlp(constrain(self.mlp_norm(x), "batch", None, None)))
         return constrain(x, "batch", "length", "embed")
 
 

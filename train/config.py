@@ -20,6 +20,7 @@ import optax
 import jpipe
 from jpipe._util.foreign import shown
 from jpipe._util.sizes import parse_size
+from jpipe.mesh import AXES, STAGE
 from jpipe.options import exclusions
 from models import Model
 from train.mnist import MNIST, MNISTPixels
@@ -239,6 +240,9 @@ class MeshConfig:
     fsdp: int = 1
     """Number of devices that share the weights and the microbatches of each stage (fully
     sharded data parallelism)."""
+    expert: int = 1
+    """Number of devices that share the experts and the microbatches of each stage (expert
+    parallelism)."""
     model: int = 1
     """Number of devices that share the work of each stage (tensor parallelism)."""
     shard_optimizer: bool = False
@@ -267,7 +271,7 @@ class MeshConfig:
     `rules.vocab=stage` splits the embedding and the head over all stages."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "model"):
+        for name in self.sizes:
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         self.gradient_compressor()
         self.offload()
@@ -282,17 +286,17 @@ class MeshConfig:
             except ValueError as error:
                 raise ValueError(f"`device_memory` {error}") from None
         for name, axes in self.rules.items():
-            unknown = set(_axes(axes) or ()) - {"stage", "data", "fsdp", "model"}
-            if unknown:
+            *others, last = ("stage", *self.sizes)
+            if set(_axes(axes) or ()) - {*others, last}:
                 raise ValueError(
-                    f"`rules.{name}` must be stage, data, fsdp or model, several of them separated "
+                    f"`rules.{name}` must be {', '.join(others)} or {last}, several of them separated "
                     f"by commas, or none, got {shown(axes)}."
                 )
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> number of devices, for `jpipe.make_mesh`."""
-        return {"data": self.data, "fsdp": self.fsdp, "model": self.model}
+        return {name: getattr(self, name) for name in AXES if name != STAGE}
 
     @contextlib.contextmanager
     def names_rules(self) -> Iterator[None]:
@@ -559,7 +563,7 @@ class TrainConfig:
     """The checkpoints of a run, in the folder `checkpoints` of its folder."""
     batch_size: int = 128
     """Number of examples per minibatch. A multiple of `pipeline.num_microbatches` times
-    `mesh.data` times `mesh.fsdp`."""
+    `mesh.data` times `mesh.fsdp` times `mesh.expert`."""
     num_steps: int = 1000
     """Number of minibatches to train on; each is one update of the weights."""
     log_every: int = 50

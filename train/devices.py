@@ -5,6 +5,7 @@ On a machine with only a CPU, the CPU is split into several devices.
 
 import contextlib
 import importlib
+import math
 import os
 import pathlib
 import warnings
@@ -103,22 +104,21 @@ def _is_complete(entry: bytes) -> bool:
     return True
 
 
-def check_devices(num_devices: int, data: int = 1, model: int = 1, fsdp: int = 1) -> None:
+def check_devices(num_devices: int, data: int = 1, **shared: int) -> None:
     """Checks that JAX has as many devices as a run needs.
 
     Args:
       num_devices: devices of the schedule.
       data: replicas of the pipeline, the mesh axis "data".
-      model: devices that share the work of a stage, the mesh axis "model".
-      fsdp: devices that share the weights and microbatches of a stage, the mesh axis "fsdp".
+      **shared: devices that share a stage, by the other axes of the mesh: "fsdp", "expert" and "model".
 
     Raises:
       ValueError: if there are fewer devices, or none of the kind that JAX_PLATFORMS
         names. The message says what to do.
     """
     devices = _devices()
-    parts = {name: n for name, n in (("model", model), ("fsdp", fsdp)) if n > 1}
-    replica_devices = num_devices * model * fsdp
+    parts = {name: n for name, n in shared.items() if n > 1}
+    replica_devices = num_devices * math.prod(parts.values())
     if len(devices) >= replica_devices * data:
         return
     kind = devices[0].platform

@@ -263,10 +263,10 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     for number in numbers:
         if config.batch_size % number:
             raise ValueError(f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}.")
-    for axis in ("fsdp", "model"):
-        if config.mesh.sizes[axis] > 1:
+    for axis, number in config.mesh.sizes.items():
+        if axis != "data" and number > 1:
             raise ValueError(
-                f"a plan gives each stage whole devices, got `--config.mesh.{axis}={config.mesh.sizes[axis]}`, which "
+                f"a plan gives each stage whole devices, got `--config.mesh.{axis}={number}`, which "
                 f"splits stages. Plan with `--config.mesh.{axis}=1`, and set the option for train/train.py."
             )
     if config.strategy is not None:

@@ -65,7 +65,7 @@ from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import TickRange
 from jpipe.lowering.scalars import LaneScalars, TickScalars
-from jpipe.mesh import FSDP
+from jpipe.mesh import row_axes
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 """Arrays of a training pass that the host reads: see `TickArrays`."""
@@ -143,7 +143,7 @@ def forward_pass(spec: ForwardPass, inputs: PassInputs) -> list[jax.Array]:
 def _local_batch(spec: PassSpec, batch: Any) -> Any:
     """This replica's part `[N, microbatch, ...]` of the minibatch that enters; None if nothing enters."""
     batch = jax.tree.map(lambda a: a[0], batch)
-    if batch is None or FSDP not in spec.mesh.shape:
+    if batch is None or not row_axes(spec.mesh.shape):
         return batch
     first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], batch))
     shapes = microbatch_shapes(spec.mesh, first, spec.schedule.num_microbatches)

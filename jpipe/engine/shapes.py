@@ -14,7 +14,7 @@ from jpipe import packing
 from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
-from jpipe.mesh import FSDP
+from jpipe.mesh import row_axes
 from jpipe.packing import Leaf, Packing
 
 
@@ -76,7 +76,7 @@ def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
     """Shapes `[number, microbatch, ...]` of several microbatches.
 
     Args:
-      mesh: gives arrays that are split over the axis "fsdp" the sharding that says how; None: all arrays
+      mesh: gives arrays that are split by rows the sharding that says how; None: all arrays
         are whole on their device.
       microbatch: the abstract microbatch.
       number: the number of microbatches.
@@ -84,9 +84,9 @@ def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
 
     def shape(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding = None
-        if mesh is not None and FSDP in mesh.shape:
+        if mesh is not None and (names := row_axes(mesh.shape)):
             num_rows = jax.tree.leaves(microbatch["inputs"])[0].shape[0]
-            spec = microbatch_spec(a.shape, num_rows, {FSDP: mesh.shape[FSDP]})
+            spec = microbatch_spec(a.shape, num_rows, {name: mesh.shape[name] for name in names})
             sharding = NamedSharding(mesh, _spelled([None, *spec]))
         return jax.ShapeDtypeStruct((number, *a.shape), a.dtype, sharding=sharding)
 

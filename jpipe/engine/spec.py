@@ -42,7 +42,7 @@ class PassSpec(abc.ABC):
       mesh: the devices: an axis "stage" with the schedule's number of devices, and optionally an axis "data"
         of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
         split over them as the layers say, stashed activations as the compiler would. Messages and
-        batches are split by rows over the axis "fsdp", messages also as the layers say.
+        batches are split by rows over the axes "fsdp" and "expert", messages also as the layers say.
       microbatch: the abstract microbatch.
       key_impl: implementation of the random keys that layers get.
       numbers: options of the numbers that layers compute in and keep.

@@ -119,7 +119,7 @@ def _cast_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any]
 def gathered_along_fsdp(
     places: Sequence[Place], values: Sequence[jax.Array], compute_dtype: Any = None
 ) -> list[jax.Array]:
-    """Values of the shapes of a layer's parameters, whole along the axis "fsdp".
+    """Values of the shapes of a layer's parameters, whole along the axis "fsdp" unless the layer reads them in parts.
 
     Args:
       places: the places of the parameters.
@@ -128,9 +128,11 @@ def gathered_along_fsdp(
         bytes to send.
     """
 
-    def gathered(value: jax.Array, spec: tuple) -> jax.Array:
-        cast_first = FSDP in packing.axes(spec) and is_real(value)
+    def gathered(value: jax.Array, place: Place) -> jax.Array:
+        if FSDP in place.read_in_parts:
+            return packing.split_as(place.spec, value)
+        cast_first = FSDP in packing.axes(place.spec) and is_real(value)
         dtype = compute_dtype if compute_dtype and cast_first else value.dtype
-        return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
+        return packing.gathered(value.astype(dtype), place.spec, FSDP).astype(value.dtype)
 
-    return [gathered(value, place.spec) for value, place in zip(values, places, strict=True)]
+    return list(map(gathered, values, places))

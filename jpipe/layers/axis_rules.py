@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 
 from jpipe._util.foreign import shown
 from jpipe.layers.mesh_free import on_mesh
-from jpipe.mesh import DATA, FSDP, MODEL, compilers_part
+from jpipe.mesh import DATA, EXPERT, FSDP, MODEL, ROW_AXES, compilers_part
 from jpipe.packing import axes, axes_by_dim
 
 AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 AXIS_RULES: AxisRules = (
-    ("batch", (DATA, FSDP)),
+    ("batch", (DATA, *ROW_AXES)),
+    ("expert", EXPERT),
     ("vocab", MODEL),
     ("mlp", MODEL),
     ("heads", MODEL),
@@ -31,8 +32,8 @@ AXIS_RULES: AxisRules = (
 
 "batch" names the rows of a microbatch; "embed" the width of what layers pass on, such as a residual stream
 or the channels of an image; "mlp" hidden units between two matrices, or hidden channels between two
-convolutions; "heads" the heads of attention, side by side; "vocab" words. The positions of a sequence are
-"length", which no rule names, so they are whole.
+convolutions; "heads" the heads of attention, side by side; "vocab" words; "expert" the experts of a mixture. The
+positions of a sequence are "length", which no rule names, so they are whole.
 
 The order counts: an axis goes to the first rule that can use it, so the rows of an activation get "fsdp"
 before its width. With `("length", "model")` before these rules, activations between the parts that "model"

@@ -11,6 +11,7 @@ References:
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -63,10 +64,56 @@ batching.primitive_batchers[statistics_p] = _batched
 # -- Calls of batch norms
 
 
+_RECORDS: contextvars.ContextVar[bool] = contextvars.ContextVar("records", default=False)
+
+
+def minibatch_mean(value: Any) -> jax.Array:
+    """The mean of a value over the microbatches of a minibatch, for mutable state.
+
+    A call of a layer sees one microbatch. State that it computes from old state and from such means alone moves once
+    per minibatch, as running statistics of batch norm do: by the mean over all its microbatches, replicas and copies.
+    Outputs that read the state see one value for all microbatches of a minibatch. Outside of a pipeline's training, and
+    in all that is no state, it is the value itself.
+
+    Call it in the layer's own code, not inside of `jax.shard_map`, `lax.cond` or `lax.while_loop`.
+
+    Args:
+      value: an array of floating-point numbers, such as a mean over the rows of the microbatch.
+
+    Returns:
+      The value. It has no gradient.
+
+    Raises:
+      ValueError: if the value has no floating-point numbers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> class Average(nnx.Module):
+      ...     def __init__(self, rngs=None):
+      ...         self.average = nnx.BatchStat(jnp.zeros(()))
+      ...     def __call__(self, x):  # [B, D]
+      ...         self.average[...] = 0.9 * self.average[...] + 0.1 * minibatch_mean(x.mean())
+      ...         return x
+    """
+    array = jnp.asarray(value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(
+            f"`jpipe.minibatch_mean` takes floating-point numbers, got {array.dtype}{list(array.shape)}. Convert the "
+            "value, such as by `value.astype(jnp.float32)`."
+        )
+    array = jax.lax.stop_gradient(array)
+    if not _RECORDS.get():
+        return array
+    mean, _ = statistics_p.bind(array, jnp.zeros_like(array))  # of equal values: the variance is 0
+    return mean
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[list]:
     """Batch norms that are called inside record their statistics. Yields a list that has an entry for each call."""
     calls: list[None] = []
+    token = _RECORDS.set(True)
 
     def call_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         norm = context.module
@@ -89,6 +136,7 @@ def recording() -> Iterator[list]:
         with linen.intercept_methods(call_linen):
             yield calls
     finally:
+        _RECORDS.reset(token)
         norms.__call__ = plain_call
 
 
@@ -230,8 +278,8 @@ def _run_call(eqn: Any, values: Sequence, given: Iterator[Record] | None) -> tup
         return _run_scan(params, values, mine)
     if name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         raise BatchNormError(
-            f"a batch norm is inside of `{name}`, so whether or how often it is called is not known. Call it outside, "
-            "or give it `use_running_average=True`."
+            f"a batch norm is inside of `{name}`, or `jpipe.minibatch_mean` is, so whether or how often it is called "
+            "is not known. Call it outside, or give the batch norm `use_running_average=True`."
         )
     inner = params["jaxpr"]
     constants = getattr(inner, "consts", ())

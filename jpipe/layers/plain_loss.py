@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jpipe.layers.layer import Layer, run_in_order
 from jpipe.layers.loss import Loss
@@ -38,7 +39,8 @@ def plain_loss(
 
         def call(i: int, args: tuple) -> tuple:
             layer_key = jax.random.fold_in(key, i)
-            outputs, _ = layers[i].train(params[i], mutable_state[i], layer_key, args)
+            state = jax.tree.map(jnp.asarray, mutable_state[i])  # a call may write to it
+            outputs, _ = layers[i].train(params[i], state, layer_key, args)
             return layers[i].outputs(outputs)
 
         with collect() as reported:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations
@@ -115,7 +116,10 @@ def _follow(equations: Equations, dims_of: dict[Any, RowDims], num_rows: int) ->
                 num_rows=num_rows,
             )
             results, mixes = _RULES[eqn.primitive.name](known)
-            if mixes:
+            if mixes and not any(is_inexact(v.aval) for v in eqn.invars):
+                # Indices, such as an order of the rows: whoever takes rows by them can put them back in their places.
+                results = [None] * len(eqn.outvars)
+            elif mixes:
                 words = _WORDS.get(known.name, "combines rows of the batch")
                 operations.append(f"{words} ({known.name})")
         dims_of.update(zip(eqn.outvars, results, strict=True))

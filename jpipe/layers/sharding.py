@@ -13,8 +13,9 @@ from jpipe.layers.axis_rules import AxisRules, axes_of_dims
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import contains
 from jpipe.layers.layer import Layer
-from jpipe.mesh import DATA, FSDP, STAGE
-from jpipe.packing import axes_by_dim, divisible, without
+from jpipe.layers.mapped import mapped_p
+from jpipe.mesh import DATA, FSDP, STAGE, row_axes
+from jpipe.packing import axes, axes_by_dim, divisible, without
 
 
 def parameter_specs(layer: Layer, index: int, sizes: Mapping[str, int], rules: AxisRules) -> tuple[tuple, ...]:
@@ -90,7 +91,7 @@ def _fully_split(dim_axes: Sequence[tuple], shape: tuple[int, ...], sizes: Mappi
 
 
 def microbatch_spec(shape: Sequence[int], num_rows: int, sizes: Mapping[str, int]) -> tuple:
-    """The split of a value of a microbatch: along its rows, over the axis "fsdp".
+    """The split of a value of a microbatch: along its rows, over the axes "fsdp" and "expert".
 
     Args:
       shape: the shape of the value, such as an activation. It has rows if its first dim has as many entries.
@@ -103,15 +104,16 @@ def microbatch_spec(shape: Sequence[int], num_rows: int, sizes: Mapping[str, int
     if not sizes:
         return ()
     whole = (None,) * len(shape)
+    names = row_axes(sizes)
     has_rows = bool(shape) and shape[0] == num_rows
-    return (FSDP, *whole[1:]) if FSDP in sizes and has_rows else whole
+    return (names[0] if len(names) == 1 else names, *whole[1:]) if names and has_rows else whole
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueSplit:
     """The splits of the values that layers pass on: activations, messages and their gradients.
 
-    A value is split along its rows over the axis "fsdp". If a layer says how an output is split, all
+    A value is split along its rows over the axes "fsdp" and "expert". If a layer says how an output is split, all
     values of the shape of this output are split so. One rule for a shape keeps what goes from layer to
     layer as it is.
 
@@ -132,7 +134,8 @@ class ValueSplit:
         for program in programs if sizes else ():
             for aval, spec in zip(program.outputs, _output_specs(program)):
                 rows, *rest = microbatch_spec(aval.shape, num_rows, sizes) or (None,)
-                free = [tuple(a for a in dim if a in sizes and a != rows) for dim in axes_by_dim(spec)]
+                taken = axes((rows,))
+                free = [tuple(a for a in dim if a in sizes and a not in taken) for dim in axes_by_dim(spec)]
                 if any(free):
                     first, *others = [dim or None for dim in free]
                     joined = (rows or first, *others, *rest[len(others) :])
@@ -155,7 +158,7 @@ class ValueSplit:
 
         def constrained(a: jax.Array) -> jax.Array:
             shape = tuple(a.shape[num_leading:])
-            if FSDP not in self.sizes and shape not in self.annotated:
+            if not row_axes(self.sizes) and shape not in self.annotated:
                 return a
             spec = [None] * num_leading + list(self.spec(shape))
             return lax.with_sharding_constraint(a, PartitionSpec(*spec))
@@ -178,6 +181,26 @@ def _output_specs(program: LayerProgram) -> list[tuple]:
         return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
 
     return [spec(v) for v in equations.outputs[: len(program.outputs)]]
+
+
+def read_in_parts(program: LayerProgram) -> list[tuple[str, ...]]:
+    """The axes of each parameter over which the layer's own maps take it in parts, see `jpipe.layers.mapped`."""
+    equations = program.forward_equations
+    number_of = {v: j for j, v in enumerate(equations.inputs[: len(program.parameters)])}
+    names: list[set[str]] = [set() for _ in program.parameters]
+    for eqn in equations.equations:
+        numbers = [number_of[v] if contains(number_of, v) else None for v in eqn.invars]
+        if eqn.primitive.name in _AS_SPLIT and numbers[0] is not None:
+            number_of[eqn.outvars[0]] = numbers[0]
+        if eqn.primitive is mapped_p:
+            for j, spec in zip(numbers, eqn.params["in_specs"], strict=True):
+                if j is not None:
+                    names[j].update(axes(tuple(spec)))
+    return [tuple(sorted(n)) for n in names]
+
+
+_AS_SPLIT = ("convert_element_type", "constrain", "copy")
+"""Operations whose result is split as their operand."""
 
 
 def stash_specs(
@@ -205,8 +228,8 @@ def stash_specs(
     inputs = [split(a, values.spec(a.shape)) for a in program.inputs]
     extra = [split(a, ()) for a in program.extra]
     parameters = [
-        split(a, without(spec, FSDP))  # a layer gets its weights gathered
-        for a, spec in zip(program.parameters, parameter_specs, strict=True)
+        split(a, spec if FSDP in parts else without(spec, FSDP))  # else a layer gets its weights gathered
+        for a, spec, parts in zip(program.parameters, parameter_specs, read_in_parts(program), strict=True)
     ]
     # Only the result of the partitioner is read, so the compiler need not optimise.
     on_cpu = mesh.devices.flat[0].platform == "cpu"

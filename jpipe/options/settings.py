@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from jpipe.layers.trace import (
 from jpipe.layers.trainable import ALL, Trainable
 from jpipe.lowering.target import target_of
 from jpipe.lowering.versions import num_versions_of
-from jpipe.mesh import DATA, FSDP, STAGE, compilers_part, on_platform
+from jpipe.mesh import DATA, STAGE, compilers_part, on_platform, row_axes
 from jpipe.options.checks import batch_size
 from jpipe.options.communication import Communication
 from jpipe.options.numbers import Numbers
@@ -81,8 +82,12 @@ class Settings:
     @property
     def num_parts(self) -> int:
         """Equal parts that the rows of a batch are cut into, over microbatches and devices."""
-        num_shares = self.mesh.shape.get(FSDP, 1)
-        return self.schedule.num_microbatches * self.num_replicas * num_shares
+        return self.schedule.num_microbatches * self.num_replicas * self._num_row_shares
+
+    @property
+    def _num_row_shares(self) -> int:
+        """Devices that the rows of a microbatch are split over."""
+        return math.prod(self.mesh.shape[name] for name in row_axes(self.mesh.shape))
 
     @functools.cached_property
     def automatic_mesh(self) -> Mesh | None:
@@ -147,11 +152,13 @@ class Settings:
                 "`num_microbatches` divides "
                 f"{size if replicas == 1 else 'the share of a replica'}."
             )
-        num_rows, shares = size // parts, self.mesh.shape.get(FSDP, 1)
+        num_rows, shares = size // parts, self._num_row_shares
         if num_rows % shares:
+            names = [f'"{name}"' for name in row_axes(self.mesh.shape)]
+            axes = f"axis {names[0]}" if len(names) == 1 else f"axes {' and '.join(names)}"
             raise ValueError(
                 f"a microbatch of {num_rows} rows (a batch of {size} in {parts} parts) cannot be split over the "
-                f'{shares} devices of the axis "{FSDP}". Use a batch that is a multiple of {parts * shares}, fewer '
+                f"{shares} devices of the {axes}. Use a batch that is a multiple of {parts * shares}, fewer "
                 "microbatches, or a smaller axis."
             )
         return jax.tree.map(

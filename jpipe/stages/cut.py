@@ -32,7 +32,7 @@ from jpipe.gradients.sums import (
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
-from jpipe.layers.sharding import ValueSplit
+from jpipe.layers.sharding import ValueSplit, read_in_parts
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
@@ -492,7 +492,10 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     """The leaves of one layer of kind k for one use."""
     avals = _LEAVES_OF[name](traced, k)
     specs = _SPECS_OF[name](traced, k) if name in _SPECS_OF else [()] * len(avals)
-    return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
+    parts: Sequence = [()] * len(avals)
+    if name in _NUMBERS_OF:
+        parts = _weights_of(read_in_parts(traced.layer_kinds[k]), traced, name, k)
+    return [Leaf(a, spec=spec, read_in_parts=axes) for a, spec, axes in zip(avals, specs, parts, strict=True)]
 
 
 def _on_host(

@@ -533,9 +533,9 @@ def test_too_few_devices_of_another_kind(monkeypatch):
     with pytest.raises(ValueError, match="fewer replicas: --config.mesh.data=1."):
         check_devices(1, 2)
     with pytest.raises(ValueError, match="needs 8 devices .4 x model=2., got 1"):
-        check_devices(4, 1, 2)
+        check_devices(4, 1, model=2)
     with pytest.raises(ValueError, match="8 devices .2 x model=2 x fsdp=2. for each"):
-        check_devices(2, 2, 2, 2)
+        check_devices(2, 2, model=2, fsdp=2)
 
 
 @pytest.mark.exhaustive
