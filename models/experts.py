@@ -95,7 +95,7 @@ def _size(axes: Axes) -> int:
 
 def _counts(values: jax.Array, number: int) -> jax.Array:
     """How often each of the first integers is among the values."""
-    return (values[:, None] == jnp.arange(number)).sum(0, dtype=jnp.int32)
+    return (values[:, None] == jnp.arange(number)[None]).sum(0, dtype=jnp.int32)
 
 
 def _grouped(rows: jax.Array, experts: jax.Array, experts_in: jax.Array, experts_out: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ def _exchanged(rows: jax.Array, sizes: jax.Array, num_chosen: int, axes: Axes) -
 def _of_positions(sizes: jax.Array, number: int) -> jax.Array:
     """The group of each of the first integers, for groups of these sizes one after the other; behind them L."""
     ends = jnp.cumsum(sizes)
-    return (jnp.arange(number)[:, None] >= ends).sum(1, dtype=jnp.int32)
+    return (jnp.arange(number)[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
 
 
 def _send_padded(rows: jax.Array, sizes: jax.Array, arriving: jax.Array, most: int, axes: Axes) -> _Exchanged:
@@ -161,8 +161,8 @@ def _send_padded(rows: jax.Array, sizes: jax.Array, arriving: jax.Array, most: i
     P, D = sizes.shape[0], rows.shape[1]
     totals = sizes.sum(1)
     starts = jnp.cumsum(totals) - totals
-    index = starts[:, None] + jnp.arange(most)
-    is_row = jnp.arange(most) < totals[:, None]
+    index = starts[:, None] + jnp.arange(most)[None]
+    is_row = jnp.arange(most)[None] < totals[:, None]
     slots = jnp.where(is_row[..., None], rows[jnp.minimum(index, rows.shape[0] - 1)], 0)  # [P, most, D]
     received = lax.all_to_all(slots, axes, 0, 0, tiled=True).reshape(P * most, D)
     experts = jax.vmap(lambda sizes: _of_positions(sizes, most))(arriving).reshape(-1)

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 import jpipe
 from models import checks, experts
 from models.losses import CrossEntropy, Mean
-from models.sharding import axes_of, named
+from models.sharding import axes_of, if_divides, named
 from models.sublayers import FeedForward
 from models.transformer import _KERNEL, Block, Transformer
 
@@ -92,7 +92,7 @@ class Router:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.einsum("btd,de->bte", x.astype(dtype), kernel.astype(dtype), precision=lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits) if self.scores == "softmax" else jax.nn.sigmoid(logits)
-        preferred = scores if bias is None else scores + bias.astype(dtype)
+        preferred = scores if bias is None else scores + bias.astype(dtype)[None, None]
         _, chosen = lax.top_k(lax.stop_gradient(preferred), self.num_chosen)
         gates = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.num_chosen > 1:  # the gate of one expert would be 1, and the router would learn nothing
@@ -162,16 +162,16 @@ class Mixture(nnx.Module):
         self.kernel = weight(kernel_init, (dim, num_experts), None, None)
         self.experts_in = weight(kernel_init, (num_experts, dim, hidden), "expert", "embed", "mlp")
         self.experts_out = weight(out_init, (num_experts, hidden, dim), "expert", "mlp", "embed")
-        self.shared = None
-        if num_shared:
-            self.shared = FeedForward(dim, num_shared * hidden, nnx.gelu, kernel_init=kernel_init, rngs=rngs)
+        self.shared = (
+            FeedForward(dim, num_shared * hidden, nnx.gelu, kernel_init=kernel_init, rngs=rngs) if num_shared else None
+        )
         self.load = RouterState(jnp.full(num_experts, 1 / num_experts))
         self.bias = RouterState(jnp.zeros(num_experts)) if bias_rate else None
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         weights = self.kernel[...], self.experts_in[...], self.experts_out[...]
         bias = None if self.bias is None else self.bias[...]
-        split = Split.of_names()
+        split = Split.of(x.shape, self.experts_in.shape)
         y, statistics = split.mapped(self._routed)(x, *weights, bias)
         load = statistics.load.mean(0)
         balance = self.num_experts * (statistics.load * statistics.score).sum(-1).mean()
@@ -187,10 +187,10 @@ class Mixture(nnx.Module):
         """The routed experts, on the positions `[b, t, D]` of a device."""
         kernel, experts_in, experts_out, bias = weights
         chosen, gates, statistics = self.router(x, kernel, bias)
-        run = functools.partial(experts.dropless, exchange=split.exchange)
+        run = functools.partial(experts.dropless, exchange=split.expert)
         if self.capacity is not None:
             most = math.ceil(self.capacity * chosen.shape[1] * chosen.shape[2] / self.num_experts)
-            run = functools.partial(experts.with_capacity, exchange=split.exchange, most=most)
+            run = functools.partial(experts.with_capacity, exchange=split.expert, most=most)
         y, dropped = run(x, chosen, gates.astype(x.dtype), experts_in, experts_out)
         if split.hidden:  # a device has a part of the hidden units of each expert
             y = lax.psum(y, split.hidden)
@@ -218,8 +218,12 @@ class Split(NamedTuple):
     hidden: tuple[str, ...]
 
     @classmethod
-    def of_names(cls) -> "Split":
-        """The axes by the rules that are in force.
+    def of(cls, shape: tuple[int, ...], experts: tuple[int, ...]) -> "Split":
+        """The axes by the rules that are in force. A dim that its axes do not divide is whole.
+
+        Args:
+          shape: `[B, T, D]` of the positions.
+          experts: `[E, D, F]` of the first matrices.
 
         Raises:
           ValueError: if experts are split over axes that split no rows.
@@ -234,12 +238,10 @@ class Split(NamedTuple):
                 f'the rules split experts over {alone[0]!r}, which splits no rows: the devices of "expert" exchange '
                 'rows. Split experts over "expert", or over "fsdp" by the rule `("expert", "fsdp")`.'
             )
-        return cls(batch, length, expert, hidden)
-
-    @property
-    def exchange(self) -> tuple[str, ...]:
-        """The axes over which positions are exchanged."""
-        return self.expert
+        split = cls(*(if_divides(*pair) for pair in zip((batch, length, expert, hidden), (*shape[:2], *experts[::2]))))
+        if not set(split.expert) <= {*split.batch, *split.length}:
+            split = split._replace(expert=())
+        return split
 
     def mapped(self, run: Callable) -> Callable:
         """`run(split, x, kernel, experts_in, experts_out, bias)` for each device; as it is without a split."""

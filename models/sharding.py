@@ -17,8 +17,10 @@ section 3).
 """
 
 import functools
+import math
 from typing import Any
 
+import jax
 from flax import linen, nnx
 
 from jpipe import vocabulary
@@ -35,6 +37,12 @@ def axes_of(name: str) -> tuple[str, ...]:
     """The axes of the mesh that a dim of this name is split over, if the mesh has any for it."""
     (axes,) = linen.logical_to_mesh_axes((name,))
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def if_divides(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The axes of the mesh, or none if their devices do not divide a dim of this size."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return () if size % math.prod(sizes[name] for name in axes) else axes
 
 
 def constrain(x: Any, *names: str | None) -> Any:

@@ -33,6 +33,7 @@ class Collective(NamedTuple):
 def collectives(text: str) -> list[Collective]:
     """All collectives of a program, once for each place where its text has one."""
     found = []
+    text = re.sub(r"/\*.*?\*/", "", text)  # the numbers of results
     pattern = rf"= (\(?[^=]*?) ({_KINDS})(?:-start)?\((.*)"
     for result, kind, rest in re.findall(pattern, text):
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)

@@ -7,7 +7,8 @@ stages, and both would get values of the other permute, without an error. So a p
 devices, in which only the pair takes part. A ring of an even number of devices takes two, and a device sends its value
 twice.
 
-Collectives over several axes at once, if these are axes of `jax.vmap`, which knows them over one axis alone.
+Collectives over several axes at once, if these are axes of `jax.vmap`, which knows them over one axis alone; and
+`jax.lax.ragged_all_to_all`, which it does not know.
 """
 
 import functools
@@ -32,18 +33,18 @@ class _Round(NamedTuple):
     position: np.ndarray
 
 
-def replaced(name: str, params: Mapping[str, Any]) -> Callable[[jax.Array], jax.Array] | None:
-    """The function that computes a collective in these surroundings; None if it can run as it is."""
+def replaced(name: str, params: Mapping[str, Any]) -> Callable[..., list] | None:
+    """The function that computes the results of a collective in these surroundings; None if it can run as it is."""
     if name not in NAMES:
         return None
     names = params["axis_name"]
     names = names if isinstance(names, tuple) else (names,)
     has_devices = set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes)
     if name == "ppermute":
-        return functools.partial(_permute, names, tuple(map(tuple, params["perm"])), has_devices)
-    if has_devices or len(names) == 1:
+        return _each(functools.partial(_permute, names, tuple(map(tuple, params["perm"])), has_devices))
+    if has_devices or (len(names) == 1 and name != _RAGGED):
         return None
-    return functools.partial(_OVER_SEVERAL_AXES[name], names, params)
+    return _UNDER_VMAP[name](names, params)
 
 
 def _permute(
@@ -79,6 +80,28 @@ def _all_to_all(names: tuple[str, ...], params: Mapping[str, Any], value: jax.Ar
     return _joined(shares, params["concat_axis"], params["tiled"])
 
 
+def _ragged_all_to_all(names: tuple[str, ...], operand: jax.Array, output: jax.Array, *counts: jax.Array) -> list:
+    """See `jax.lax.ragged_all_to_all`: each device writes rows of its operand into the outputs of all."""
+    starts, sizes, targets, _ = counts
+    me, place = lax.axis_index(names), jnp.arange(output.shape[0])
+    sources = zip(*(_gathered(names, value) for value in (operand, starts, sizes, targets)), strict=True)
+    for rows, starts, sizes, targets in sources:
+        turn = place - targets[me]
+        values = rows[jnp.clip(starts[me] + turn, 0, rows.shape[0] - 1)]
+        is_written = ((turn >= 0) & (turn < sizes[me])).reshape(-1, *[1] * (values.ndim - 1))
+        output = jnp.where(is_written, values, output)
+    return [output]
+
+
+def _each(function: Callable[[jax.Array], jax.Array]) -> Callable[..., list]:
+    """The function of each operand."""
+    return lambda *values: list(map(function, values))
+
+
+def _of_each(function: Callable[..., jax.Array]) -> Callable[..., Callable[..., list]]:
+    return lambda names, params: _each(functools.partial(function, names, params))
+
+
 def _joined(values: jax.Array, dim: int, tiled: bool) -> jax.Array:
     """`[devices, ...]` -> the values one after the other along a dim, which is a new one unless `tiled`."""
     return jnp.concatenate(list(values), dim) if tiled else jnp.moveaxis(values, 0, dim)
@@ -91,8 +114,14 @@ def _share(names: tuple[str, ...], value: jax.Array, dim: int, tiled: bool) -> j
     return share if tiled else lax.squeeze(share, (dim,))
 
 
-_OVER_SEVERAL_AXES = {"all_gather": _all_gather, "all_to_all": _all_to_all, "reduce_scatter": _reduce_scatter}
-NAMES = ("ppermute", *_OVER_SEVERAL_AXES)
+_RAGGED = "ragged_all_to_all"
+_UNDER_VMAP: Mapping[str, Callable[[tuple[str, ...], Mapping[str, Any]], Callable[..., list]]] = {
+    "all_gather": _of_each(_all_gather),
+    "all_to_all": _of_each(_all_to_all),
+    "reduce_scatter": _of_each(_reduce_scatter),
+    _RAGGED: lambda names, params: functools.partial(_ragged_all_to_all, names),
+}
+NAMES = ("ppermute", *_UNDER_VMAP)
 """The names of the primitives."""
 
 

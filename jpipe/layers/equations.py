@@ -256,7 +256,7 @@ def bind(eqn: Any, values: Sequence) -> list:
     if eqn.primitive.name == "axis_index":  # of the mesh that the equation runs on
         return [lax.axis_index(**eqn.params)]
     if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
-        return list(map(replaced, values))
+        return replaced(*values)
     eqn = _on_surroundings(eqn)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))

@@ -196,3 +196,25 @@ def test_a_permute_is_all_gathers_of_pairs(size):
     if size % 2 == 0:
         ring = tuple((i, (i + 1) % size) for i in range(size))
         assert len(_rounds(size, ring, in_pairs=True)) == min(2, size - 1)
+
+
+def test_ragged_all_to_all_alone():
+    """CPUs do not have it, and `jax.vmap` does not know it; on one device it is computed by its definition."""
+    sizes = jnp.array([[1, 2], [0, 3]])  # from a device to a device
+
+    def ragged(x, sizes):  # [4, 8], [1, 2]
+        sent, (got,) = sizes[0], lax.all_to_all(sizes, "a", 1, 1, tiled=True)
+        starts, places = jnp.cumsum(sent) - sent, jnp.cumsum(got) - got
+        there = lax.all_to_all(places, "a", 0, 0, tiled=True)
+        return lax.ragged_all_to_all(jnp.sin(x), jnp.ones((6, 8)), starts, sent, there, got, axis_name="a")
+
+    x = RNG.normal(size=(8, 8)).astype(np.float32)
+    run = jax.shard_map(ragged, in_specs=(ROWS, ROWS), out_specs=ROWS, axis_names={"a"}, check_vma=False)
+    weights = RNG.normal(size=(12, 8)).astype(np.float32)
+    with constraints_on(MESH, AXIS_RULES):
+        equations = Equations.trace(jax.value_and_grad(lambda x: [(run(x, sizes) * weights).sum()][0]), x)
+    rows = np.array([0, -1, -1, -1, -1, -1, 1, 2, 4, 5, 6, -1])  # the source of each row of the results
+    want = np.where(rows[:, None] >= 0, np.sin(x)[rows], 1)
+    gradient = np.zeros_like(x)
+    np.add.at(gradient, rows[rows >= 0], (weights * np.cos(x)[rows])[rows >= 0])
+    assert_close(equations(x), [(want * weights).sum(), gradient], "float32")
