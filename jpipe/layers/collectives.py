@@ -8,11 +8,11 @@ devices, in which only the pair takes part. A ring of an even number of devices 
 twice.
 
 Collectives over several axes at once, if these are axes of `jax.vmap`, which knows them over one axis alone; and
-`jax.lax.ragged_all_to_all`, which it does not know.
+`jax.lax.ragged_all_to_all`, which it does not know. Of `jax.lax.ragged_dot` it knows the first dim alone.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,25 @@ def replaced(name: str, params: Mapping[str, Any]) -> Callable[..., list] | None
     if has_devices or (len(names) == 1 and name != _RAGGED):
         return None
     return _UNDER_VMAP[name](names, params)
+
+
+def run_each_alone(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation, which `jax.vmap` calls for each element by itself if it does not know the operation.
+
+    Args:
+      name: of the primitive.
+      compute: its arrays -> its results.
+    """
+    if name != "ragged_dot_general" or jax.sharding.get_abstract_mesh().manual_axes:
+        return compute
+    alone = jax.custom_batching.custom_vmap(compute)
+
+    @alone.def_vmap
+    def rule(size: int, has_elements: Sequence[bool], *values: jax.Array) -> tuple[Any, Any]:
+        elements = [alone(*(v[i] if has else v for v, has in zip(values, has_elements))) for i in range(size)]
+        return jnp.stack(elements), True
+
+    return alone
 
 
 def _permute(

@@ -258,8 +258,9 @@ def bind(eqn: Any, values: Sequence) -> list:
     if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
         return replaced(*values)
     eqn = _on_surroundings(eqn)
+    compute = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
     with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+        out = collectives.run_each_alone(eqn.primitive.name, compute)(*values)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 

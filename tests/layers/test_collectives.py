@@ -198,6 +198,31 @@ def test_a_permute_is_all_gathers_of_pairs(size):
         assert len(_rounds(size, ring, in_pairs=True)) == min(2, size - 1)
 
 
+@pytest.mark.parametrize("spec", [ROWS, P(("a", "b"))], ids=str)
+def test_ragged_products_alone(spec):
+    """`jax.vmap` does not know them over two axes, nor their gradients."""
+    sizes = jnp.array([[1, 1], [2, 0]] * 2)
+
+    def ragged(x, w, sizes):
+        return lax.ragged_dot(jnp.sin(x), w, sizes.reshape(-1, 2).sum(0))
+
+    count = 2 if spec == ROWS else 4
+    x, w = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 3), (2, 3, 5)))
+    sizes = sizes[:count] * (4 // count)
+    run = jax.shard_map(ragged, in_specs=(spec, P(), spec), out_specs=spec, axis_names={"a", "b"}, check_vma=False)
+    with constraints_on(MESH, AXIS_RULES):
+        equations = Equations.trace(
+            jax.value_and_grad(lambda x, w: (run(x, w, sizes) ** 2).sum(), argnums=(0, 1)), x, w
+        )
+
+    def plain(x, w):
+        group = np.concatenate([np.repeat([0, 1], part) for part in np.asarray(sizes)])
+        return (jnp.einsum("rd,rdf->rf", jnp.sin(x), w[group]) ** 2).sum()
+
+    value, gradients = jax.value_and_grad(plain, argnums=(0, 1))(x, w)
+    assert_close(equations(x, w), [value, *gradients], "float32")
+
+
 def test_ragged_all_to_all_alone():
     """CPUs do not have it, and `jax.vmap` does not know it; on one device it is computed by its definition."""
     sizes = jnp.array([[1, 2], [0, 3]])  # from a device to a device

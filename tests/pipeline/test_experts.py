@@ -256,7 +256,9 @@ def test_a_device_has_its_experts():
     of_experts = 4 * 2 * E * D * F
     held = sum(s.data.size for a in jax.tree.leaves(state.parameters) for s in a.addressable_shards)
     assert held == of_experts + 4 * (weights - of_experts)  # all others on each device of "expert"
-    print(*pipe.shards(batches()[0]), sep="\n")
+    (record,) = (record for record in pipe.shards(batches()[0]) if record.use == "weights")
+    assert record.num_bytes == 2 * (E * D * F * 2 // 4 + D * E + 2 * D) * 4
+    assert record.split["expert"] == E * D * F * 2 / (E * D * F * 2 + D * E + 2 * D)
 
 
 def test_layers_are_measured_alone():
