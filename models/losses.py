@@ -50,6 +50,14 @@ class Loss(Protocol):
         """
         ...
 
+    def statistics(self, averages: Mapping[str, Any]) -> dict[str, float]:
+        """What layers report in a step of training, for its log.
+
+        Args:
+          averages: the second result of `__call__`, averaged over the minibatch.
+        """
+        ...
+
 
 def mean_over_labels(
     losses: jax.Array,
@@ -107,6 +115,9 @@ class CrossEntropy:
 
     def metrics(self, averages: Mapping[str, Any]) -> dict[str, float]:
         return {"accuracy": float(averages["accuracy"])}
+
+    def statistics(self, averages: Mapping[str, Any]) -> dict[str, float]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)

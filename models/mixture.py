@@ -299,6 +299,9 @@ class MixtureLoss(CrossEntropy):
             return (mean[0] + added, mean[1]), values | means
         return mean + added, values | means
 
+    def statistics(self, averages: Mapping[str, Any]) -> dict[str, float]:
+        return {name: float(value) for name, value in averages.items() if name.startswith("router_")}
+
 
 @dataclasses.dataclass(frozen=True)
 class MixtureTransformer(Transformer):

@@ -17,6 +17,7 @@ from models import (
     VGG,
     AlexNet,
     Inception,
+    MixtureTransformer,
     RecurrentClassifier,
     RecurrentLM,
     RecurrentTranslation,
@@ -141,6 +142,12 @@ MODELS = {
     ),
     "tied transformer": (
         Transformer(vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=1, dropout=0.1, tie_embeddings=True),
+        lambda rng: tokens(rng, B, T),
+    ),
+    "mixture": (
+        MixtureTransformer(
+            vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=2, num_experts=4, expert_dim=6, bias_rate=0.1
+        ),
         lambda rng: tokens(rng, B, T),
     ),
     "bert": (

@@ -97,7 +97,7 @@ class Log:
         self._losses: list[float | None] = []
         self._gradient_norms: list[float | None] = []
         self._skipped = self._steps_without_update = 0
-        self._compression: dict[str, float] = {}
+        self._reports: dict[str, dict[str, float]] = {}
         self._since = time.perf_counter()
         self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = self.last_held_out = 0
@@ -180,7 +180,7 @@ class Log:
         gradient_norm: float | None = None,
         num_skipped: int = 0,
         updated: bool = True,
-        compression: Mapping[str, float] | None = None,
+        reports: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         """Records one step.
 
@@ -194,7 +194,8 @@ class Log:
             of means.
           num_skipped: number of stages that skipped their update.
           updated: whether any stage was updated.
-          compression: the report of the compressors, see `jpipe.Pipeline.step`; None or empty without.
+          reports: further numbers of the step, by what they are about: "compression", the report of the compressors
+            (see `jpipe.Pipeline.step`), and "layers", what layers report (`models.losses.Loss.statistics`).
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
@@ -207,7 +208,7 @@ class Log:
             self.write({"step": step, "loss": None, "error": f"the loss is {loss}"})
             raise NonFiniteLossError(step, loss)
         self.last_step = step
-        self._compression = dict(compression or {})
+        self._reports = {name: dict(values) for name, values in (reports or {}).items() if values}
         if gradient_norm is not None and not math.isfinite(gradient_norm):
             gradient_norm = None
         self._losses.append(loss)
@@ -258,9 +259,9 @@ class Log:
         if self._skipped:
             record["skipped_updates"] = self._skipped
             words.append(f"updates skipped, gradients not finite: {self._skipped}")
-        if self._compression:
-            record["compression"] = self._compression
-            words += [f"{name.replace('_', ' ')} {value:.3g}" for name, value in self._compression.items()]
+        for about, values in self._reports.items():
+            record[about] = values
+            words += [f"{name.replace('_', ' ')} {value:.3g}" for name, value in values.items()]
         num_bytes = peak_memory_bytes()
         if num_bytes is not None:
             record["peak_memory_bytes"] = num_bytes

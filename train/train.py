@@ -40,8 +40,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -382,7 +382,7 @@ def train(
         def record_pending() -> None:
             nonlocal pending
             if pending is not None:
-                record(log, *pending)
+                record(log, *pending, statistics=config.model.loss().statistics)
             pending = None
 
         moments = itertools.count()
@@ -464,8 +464,16 @@ def learning_rates(config: TrainConfig) -> Callable[[int], float]:
     return lambda step: float(rates[step - 1])
 
 
-def record(log: Log, step: int, metrics: dict, num_units: int, schedule: jpipe.Schedule) -> None:
-    """Logs the metrics of a step; waits until the step has run."""
+def record(
+    log: Log,
+    step: int,
+    metrics: dict,
+    num_units: int,
+    schedule: jpipe.Schedule,
+    *,
+    statistics: Callable[[Mapping[str, Any]], dict[str, float]],
+) -> None:
+    """Logs the metrics of a step; waits until the step has run. `statistics` is that of the loss."""
     finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
     norm = float(metrics["gradient_norm"])
     log.step(
@@ -475,7 +483,10 @@ def record(log: Log, step: int, metrics: dict, num_units: int, schedule: jpipe.S
         # While an asynchronous pipeline fills, nothing is updated and the norm is 0.
         gradient_norm=norm if norm or schedule.synchronous else None,
         num_skipped=int(np.sum(skipped)),
-        compression={n: float(a) for n, a in metrics.get("compression", {}).items()},
+        reports={
+            "compression": {n: float(a) for n, a in metrics.get("compression", {}).items()},
+            "layers": statistics(metrics["aux"]) if finished else {},
+        },
         updated=not (schedule.synchronous and np.all(skipped)),
     )
 

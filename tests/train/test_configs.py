@@ -31,6 +31,13 @@ SHRUNKEN = {
         "model.num_blocks=2",
         "data.seq_len=16",
     ],
+    "MixtureTransformer": [
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.num_blocks=2",
+        "model.expert_dim=4",
+        "data.seq_len=16",
+    ],
     "BERT": [
         "model.dim=8",
         "model.num_heads=2",
