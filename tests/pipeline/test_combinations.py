@@ -66,7 +66,7 @@ OFFLOADS = {
     "`Offload(weights=)`": dict(weights=1.0),
     "`Offload(gradients=)`": dict(gradients=1.0),
 }
-AXES = {'axis "data"': "data", 'axis "fsdp"': "fsdp", 'axis "model"': "model"}
+AXES = {'axis "data"': "data", 'axis "fsdp"': "fsdp", 'axis "expert"': "expert", 'axis "model"': "model"}
 OPTIONS = {
     "`shard_optimizer`": dict(shard_optimizer=True),
     "`compress_messages`": dict(compress_messages=jpipe.compress.Quantize(8)),
