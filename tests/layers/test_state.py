@@ -484,3 +484,55 @@ def test_lifted_transforms_hand_parameters_back():
             return nnx.remat(lambda self, x: self.linear(x))(self, inputs[0])
 
     trained(Block, steps=1)
+
+
+class Balanced(nnx.Module):
+    """State that its outputs read: a bias that a minibatch moves against the mean of its rows."""
+
+    def __init__(self, *, rngs):
+        self.bias, self.mean = Buffer(jnp.zeros(DIM)), Buffer(jnp.zeros(DIM))
+
+    def __call__(self, inputs):
+        x, _ = inputs
+        y = x + self.bias[...][None]
+        mean = jpipe.minibatch_mean(y.mean(0))
+        self.bias[...] -= 0.25 * jnp.sign(mean - 0.1)
+        self.mean[...] = mean
+        return y
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": (2, 2)},
+        *(
+            pytest.param(options, marks=pytest.mark.exhaustive)
+            for options in (
+                {"mesh": (2, 1)},
+                {"schedule": jpipe.schedules.zero_bubble_h1(2, N)},
+                {"schedule": jpipe.schedules.gpipe(2, 4, replicas=(2, 1))},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_means_of_a_minibatch_move_state_once(options):
+    if "mesh" in options:
+        stage, data = options["mesh"]
+        options = {"mesh": jpipe.make_mesh(stage=stage, data=data)}
+    _, _, after = trained(Balanced, steps=3, **options)
+    bias = np.zeros(DIM)
+    for k in range(3):
+        x, _ = batch_of(k)["inputs"]
+        mean = (x + bias).mean(0)
+        bias = bias - 0.25 * np.sign(mean - 0.1)
+    np.testing.assert_allclose(after["bias"], bias, rtol=1e-6)
+    np.testing.assert_allclose(after["mean"], mean, rtol=1e-5)
+
+
+def test_means_of_a_minibatch_are_values_elsewhere():
+    value = jnp.array([1.0, 2.0])
+    np.testing.assert_array_equal(jpipe.minibatch_mean(value), value)
+    assert jax.grad(lambda v: jpipe.minibatch_mean(v).sum())(value).sum() == 0
+    with pytest.raises(ValueError, match="floating-point numbers, got int32"):
+        jpipe.minibatch_mean(jnp.array([1]))
