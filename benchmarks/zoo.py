@@ -29,7 +29,7 @@ from unittest import mock
 import jax
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -53,6 +53,7 @@ class Case:
       loss: `(outputs, batch) -> scalar`.
       call: `(model, batch) -> outputs`, the plain call of an NNX module; of Linen `batch -> positional arguments`.
       keywords: of the plain call in training.
+      axes: further axes of the mesh, for `jpipe.make_mesh`.
     """
 
     model: Any
@@ -60,6 +61,7 @@ class Case:
     loss: Callable
     call: Callable
     keywords: dict = dataclasses.field(default_factory=dict)
+    axes: dict = dataclasses.field(default_factory=dict)
 
 
 def linen_case(
@@ -344,6 +346,11 @@ def experts_of_tunix() -> Case:
     return _qwen(num_experts=4, num_experts_per_tok=2)
 
 
+def experts_on_devices_of_tunix() -> Case:
+    """The same, with rows split over an axis for experts."""
+    return dataclasses.replace(experts_of_tunix(), axes={"expert": 2})
+
+
 MODELS = {
     name: value
     for name, value in list(globals().items())
@@ -420,6 +427,7 @@ def trained(case: Case, num_stages: int) -> Result:
         loss=case.loss,
         optimizer=optax.sgd(LEARNING_RATE),
         schedule=jpipe.schedules.one_f_one_b(num_stages, N),
+        mesh=jpipe.make_mesh(stage=num_stages, **case.axes),
     )
     start = time.perf_counter()
     cut = pipe.partition(case.batch)
