@@ -32,6 +32,6 @@ def get_config() -> TrainConfig:
             clip_norm=1.0,
         ),
         batch_size=32,
-        num_steps=300,
+        num_steps=200,
         eval_every=100,
     )

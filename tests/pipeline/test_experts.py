@@ -200,9 +200,9 @@ def test_any_number_of_rows_is_evaluated():
 # -- The compiled program
 
 
-def bytes_of_exchanges(num_devices, capacity=None):
+def bytes_of_exchanges(num_devices, num_replicas, capacity=None):
     """Bytes that a device hands to the all-to-alls of a layer, for a microbatch: forward and backward."""
-    b = B // N // num_devices
+    b = B // N // num_replicas // num_devices
     if capacity is not None:  # slots
         rows = E * b * math.ceil(capacity * K * T / E)
         counts = 0
@@ -230,7 +230,7 @@ def test_the_exchanges_are_those_of_theory(axes, kind, rules):
     place = np.argwhere(np.ones(tuple(pipe.mesh.shape.values())))
     others = [i for i, name in enumerate(pipe.mesh.axis_names) if name not in ("expert", "fsdp")]
     found = collectives(text)
-    expected = bytes_of_exchanges(num_devices, dict(kind).get("capacity"))
+    expected = bytes_of_exchanges(num_devices, axes.get("data", 1), dict(kind).get("capacity"))
     exchanges = [c for c in found if c.kind == "all-to-all"]
     assert all("/cond/branch_1_fun/" in c.name for c in exchanges)
     for stage in range(2):
@@ -305,3 +305,53 @@ def test_updates_equal_those_of_the_plain_model(axes, optimizer, options):
         assert norm > 0.2  # so it is clipped
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     assert_close(pipe.get_params(state), plain.params, "float32")
+
+
+@pytest.mark.exhaustive
+def test_frozen_experts_beside_low_rank_matrices():
+    """LoRA trains the shared expert; the others are frozen, and stay split."""
+
+    def layer(*, rngs):
+        return jpipe.add_lora(Block((("num_shared", 1),), rngs=rngs), 2, rngs=rngs)
+
+    results = []
+    for axes in ({}, {"expert": 2}):
+        pipe = jpipe.Pipeline(
+            [layer] * 4,
+            loss=loss,
+            has_aux=True,
+            optimizer=CLIPPED,
+            schedule=jpipe.schedules.one_f_one_b(2, N),
+            mesh=jpipe.make_mesh(stage=2, **axes),
+            trainable=nnx.LoRAParam,
+        )
+        state = pipe.init(KEY, batches()[0])
+        before = pipe.get_params(state)
+        for batch in batches():
+            state, metrics = pipe.step(state, batch)
+        results.append((pipe.get_params(state), metrics["loss"], metrics["gradient_norm"]))
+        after = pipe.get_params(state)
+        np.testing.assert_array_equal(after[0]["mixture"]["experts_in"], before[0]["mixture"]["experts_in"])
+        record = pipe.shards(batches()[0])[0]
+        assert record.use == "weights"
+        assert ("expert" in record.split) == bool(axes)
+    assert_close(results[1], results[0], "float32")
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_and_adoption_move_experts(tmp_path):
+    """Between meshes with unlike numbers of devices for experts."""
+    first, second, _ = batches()
+    pipes = [pipeline(axes, BIAS, optimizer=DECAYED) for axes in ({"expert": 4}, {"expert": 2, "data": 2})]
+    state, _ = pipes[0].step(pipes[0].init(KEY, first), first)
+    checkpoints = jpipe.Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    restored = checkpoints.restore(pipes[1], first).state
+    checkpoints.close()
+    adopted = pipes[1].adopt(state)
+    state, _ = pipes[0].step(state, second)
+    for other in (restored, adopted):
+        other, _ = pipes[1].step(other, second)
+        assert_close(pipes[1].get_params(other), pipes[0].get_params(state), "float32")
+        assert_close(pipes[1].get_mutable_state(other), pipes[0].get_mutable_state(state), "float32")
