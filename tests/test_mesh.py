@@ -79,3 +79,12 @@ def test_layers_see_the_platform_of_the_mesh(default, monkeypatch):
 def test_described_devices_leave_the_default_device():
     with on_platform("cuda"):
         assert jax.config.jax_default_device is None
+
+
+def test_axes_of_the_mesh():
+    """Those above 1, in the order in which devices send each other more."""
+    sizes = {"data": 2, "stage": 1, "expert": 2, "model": 2}
+    assert dict(jpipe.make_mesh(**sizes).shape) == sizes
+    assert dict(jpipe.make_mesh(stage=2, fsdp=2, expert=1).shape) == {"stage": 2, "fsdp": 2}
+    with pytest.raises(ValueError, match="`expert` must be a whole number of devices"):
+        jpipe.make_mesh(stage=1, expert=0)

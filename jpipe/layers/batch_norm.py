@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.interpreters import ad, batching
 
+from jpipe._util.suggest import suggests
 from jpipe.layers.equations import loop_counts
 
 Record = tuple[jax.Array, ...]
@@ -67,6 +68,7 @@ batching.primitive_batchers[statistics_p] = _batched
 _RECORDS: contextvars.ContextVar[bool] = contextvars.ContextVar("records", default=False)
 
 
+@suggests
 def minibatch_mean(value: Any) -> jax.Array:
     """The mean of a value over the microbatches of a minibatch, for mutable state.
 

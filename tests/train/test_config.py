@@ -344,7 +344,7 @@ def test_no_flipped_bit_makes_another_configuration(tmp_path):
         (lambda: MeshConfig(model=0), "`model` must be at least 1, got 0."),
         (
             lambda: MeshConfig(rules={"mlp": "modle"}),
-            "`rules.mlp` must be stage, data, fsdp or model, several of them separated by commas, or none, got 'modle'.",
+            "`rules.mlp` must be stage, data, fsdp, expert or model, several of them separated by commas, or none, got 'modle'.",
         ),
         (
             lambda: MeshConfig(data=2, compress_gradients="topk:density=2"),
@@ -614,8 +614,8 @@ def test_rules_come_before_the_usual_ones():
     config = TrainConfig(MLP(), MNIST())
     assert config.mesh.axis_rules() == jpipe.AXIS_RULES
     rules = {"length": "model", "embed": "fsdp, model", "mlp": "none"}
-    changed = flags.override(config, {"mesh": {"fsdp": "2", "rules": rules}})
-    assert changed.mesh.sizes == {"data": 1, "fsdp": 2, "model": 1}
+    changed = flags.override(config, {"mesh": {"fsdp": "2", "expert": "4", "rules": rules}})
+    assert changed.mesh.sizes == {"data": 1, "fsdp": 2, "expert": 4, "model": 1}
     own = (("length", ("model",)), ("embed", ("fsdp", "model")), ("mlp", None))
     assert changed.mesh.axis_rules() == (*own, *jpipe.AXIS_RULES)
 
