@@ -280,7 +280,7 @@ def decays(params: Any):
 CLIPPED = optax.chain(jpipe.optim.clip_by_global_norm(0.1), optax.sgd(RATE))
 DECAYED = optax.adamw(0.01, eps=1e-3, weight_decay=0.5, mask=decays)
 OPTIMIZERS = [
-    ({"expert": 2}, CLIPPED, {}),
+    exhaustive({"expert": 2}, CLIPPED, {}),
     ({"expert": 2, "data": 2}, optax.chain(jpipe.optim.clip_by_global_norm(0.1), DECAYED), {"shard_optimizer": True}),
     exhaustive({"fsdp": 2}, CLIPPED, {"axis_rules": OVER_FSDP}),
     exhaustive({"expert": 2, "model": 2}, CLIPPED, {}),
