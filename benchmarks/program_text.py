@@ -33,7 +33,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jpipe  # noqa: E402
-from models import MLP, ResNet, Transformer  # noqa: E402
+from models import MLP, MixtureTransformer, ResNet, Transformer  # noqa: E402
 
 SCHEDULES = {
     "gpipe": (4, {}),
@@ -188,12 +188,13 @@ def _exchanged(x: jax.Array) -> jax.Array:
 
 
 def _words(
-    table: jpipe.Schedule, model: int = 1, fsdp: int = 1, vocabulary=False, **options
+    table: jpipe.Schedule, model: int = 1, fsdp: int = 1, expert: int = 1, vocabulary=False, **options
 ) -> tuple[jpipe.Pipeline, dict]:
-    """A pipeline of a transformer, and a batch."""
-    transformer = Transformer(vocab_size=40, seq_len=8, dim=8, num_heads=2, num_blocks=4)
+    """A pipeline of a transformer, and a batch. Its MLPs are mixtures where devices share experts."""
+    make = MixtureTransformer if expert > 1 else Transformer
+    transformer = make(vocab_size=40, seq_len=8, dim=8, num_heads=2, num_blocks=4)
     tokens = np.zeros((32, 8), np.int32)
-    mesh = jpipe.make_mesh(stage=table.num_devices, fsdp=fsdp, model=model)
+    mesh = jpipe.make_mesh(stage=table.num_devices, fsdp=fsdp, expert=expert, model=model)
     rules = ((("vocab", "stage"),) if vocabulary else ()) + jpipe.AXIS_RULES
     pipe = jpipe.Pipeline(
         transformer.layers(),
@@ -223,6 +224,7 @@ def features() -> dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]]:
         **rows("fsdp", _linear, sync, fsdp=2),
         **rows("fsdp-data", _linear, sync, fsdp=2, data=2),
         **rows("model", _words, sync, model=2),
+        **rows("experts", _words, sync, expert=2),
         **rows("vocabulary", _words, sync, vocabulary=True),
         **rows("vocabulary-2bw", _words, tables.pipedream_2bw(2, 4), vocabulary=True),
         **rows("vocabulary-fsdp", _words, sync, fsdp=2, vocabulary=True),

@@ -16,6 +16,7 @@ from helpers import assert_close
 
 import jpipe
 from jpipe.layers.report import collect
+from models import MixtureTransformer
 from models.mixture import Mixture, RouterState
 
 B, T, D, F, E, K, N = 8, 4, 8, 16, 4, 2, 2
@@ -355,3 +356,31 @@ def test_checkpoints_and_adoption_move_experts(tmp_path):
         other, _ = pipes[1].step(other, second)
         assert_close(pipes[1].get_params(other), pipes[0].get_params(state), "float32")
         assert_close(pipes[1].get_mutable_state(other), pipes[0].get_mutable_state(state), "float32")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_stages_that_share_a_vocabulary(capacity):
+    model = MixtureTransformer(
+        vocab_size=32, seq_len=8, dim=16, num_heads=2, num_blocks=2, num_experts=4, expert_dim=8, capacity=capacity
+    )
+    generator = np.random.default_rng(0)
+    batch = {name: generator.integers(0, 32, (8, 8), dtype=np.int32) for name in ("inputs", "labels")}
+    pipe = jpipe.Pipeline(
+        model.layers(),
+        loss=model.loss(),
+        has_aux=True,
+        optimizer=optax.sgd(0.5),
+        schedule=jpipe.schedules.one_f_one_b(2, N),
+        mesh=jpipe.make_mesh(stage=2, expert=2),
+        axis_rules=(("vocab", "stage"), *jpipe.AXIS_RULES),
+    )
+    state = pipe.init(KEY, batch)
+    plain = jax.jit(jax.value_and_grad(pipe.plain_loss(state)))
+    params = pipe.get_params(state)
+    for _ in range(2):
+        state, metrics = pipe.step(state, batch)
+        want, gradient = plain(params, batch)
+        params = jax.tree.map(lambda a, g: a - 0.5 * g, params, gradient)
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_close(pipe.get_params(state), params, "float32")
