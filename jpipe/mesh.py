@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 
-STAGE, DATA, FSDP, EXPERT, MODEL = "stage", "data", "fsdp", "expert", "model"
+STAGE, DATA, FSDP, EXPERT, CONTEXT, MODEL = "stage", "data", "fsdp", "expert", "context", "model"
 """Names of the axes of a mesh."""
 
-AXES = (DATA, STAGE, FSDP, EXPERT, MODEL)
+AXES = (DATA, STAGE, FSDP, EXPERT, CONTEXT, MODEL)
 """The axes of `make_mesh`, from those whose devices send each other the least to those that send the most."""
 
 ROW_AXES = (FSDP, EXPERT)
@@ -93,6 +93,7 @@ def make_mesh(
     data: int = 1,
     fsdp: int = 1,
     expert: int = 1,
+    context: int = 1,
     model: int = 1,
     ring: bool = False,
     devices: Sequence | None = None,
@@ -115,6 +116,9 @@ def make_mesh(
         "expert", which is left to the compiler. The rows of a microbatch, its activations and its messages are
         split over it, beside "fsdp". Weights whose dims are named "expert" are split over it, with their
         gradients and their optimizer state; all others are whole.
+      context: devices that share the positions of each sequence (context parallelism). Above 1, the mesh
+        has an axis "context", which is left to the compiler. Activations and messages are split over it
+        where their dims name positions, and `jpipe.attention` exchanges keys and values along it.
       model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
         axis "model", which is left to the compiler. Weights and activations are split over it as the
         names of their dims say.
@@ -131,7 +135,7 @@ def make_mesh(
       ValueError: if a size is not a whole number of at least 1, or there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = dict(zip(AXES, (data, stage, fsdp, expert, model), strict=True))
+    sizes = dict(zip(AXES, (data, stage, fsdp, expert, context, model), strict=True))
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < 1:
             raise ValueError(f"`{name}` must be a whole number of devices, at least 1, got {shown(size)}.")

@@ -243,6 +243,8 @@ class MeshConfig:
     expert: int = 1
     """Number of devices that share the experts and the microbatches of each stage (expert
     parallelism)."""
+    context: int = 1
+    """Number of devices that share the positions of each sequence (context parallelism)."""
     model: int = 1
     """Number of devices that share the work of each stage (tensor parallelism)."""
     shard_optimizer: bool = False

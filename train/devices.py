@@ -110,7 +110,7 @@ def check_devices(num_devices: int, data: int = 1, **shared: int) -> None:
     Args:
       num_devices: devices of the schedule.
       data: replicas of the pipeline, the mesh axis "data".
-      **shared: devices that share a stage, by the other axes of the mesh: "fsdp", "expert" and "model".
+      **shared: devices that share a stage, by the other axes of the mesh: "fsdp", "expert", "context" and "model".
 
     Raises:
       ValueError: if there are fewer devices, or none of the kind that JAX_PLATFORMS

@@ -344,7 +344,7 @@ def test_no_flipped_bit_makes_another_configuration(tmp_path):
         (lambda: MeshConfig(model=0), "`model` must be at least 1, got 0."),
         (
             lambda: MeshConfig(rules={"mlp": "modle"}),
-            "`rules.mlp` must be stage, data, fsdp, expert or model, several of them separated by commas, or none, got 'modle'.",
+            "`rules.mlp` must be stage, data, fsdp, expert, context or model, several of them separated by commas, or none, got 'modle'.",
         ),
         (
             lambda: MeshConfig(data=2, compress_gradients="topk:density=2"),
