@@ -25,6 +25,7 @@ _MODULES = (
 )
 _MODULE_OF = {
     "AXIS_RULES": "jpipe.layers.axis_rules",
+    "attention": "jpipe._attention",
     "Checkpoints": "jpipe.checkpoints",
     "DamagedCheckpointError": "jpipe.checkpoints",
     "Function": "jpipe.layers.layer",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from jpipe import simulate as simulate
     from jpipe import solvers as solvers
     from jpipe import vocabulary as vocabulary
+    from jpipe._attention import attention as attention
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
     from jpipe.checkpoints import load_params as load_params

@@ -63,7 +63,7 @@ class Embedding(nnx.Module):
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
         words = vocabulary.lookup(self.token.embedding[...], tokens)
-        words = constrain(words, "batch", None, None)
+        words = constrain(words, "batch", "positions", None)
         x = words + positions[None] + self.segment(segments)
         x = self.dropout(self.norm(x))
         return {"x": constrain(x, "batch", "length", "embed"), "mask": mask}
@@ -98,9 +98,9 @@ class Head(nnx.Module):
 
     def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = self.norm(_gelu(self.linear(activation["x"])))
-        x = constrain(x, "batch", None, None)
+        x = constrain(x, "batch", "positions", None)
         logits = vocabulary.logits(x, self.embedding[...], self.bias[...])
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "positions", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)

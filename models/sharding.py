@@ -3,13 +3,14 @@
 A model names its dims, and rules map the names to axes of a mesh (`jpipe.AXIS_RULES` are the usual
 ones). Without a mesh the names change nothing. The names are
 
-    batch    rows
-    length   positions of a sequence
-    embed    the width of what layers pass on: a residual stream, the channels of an image
-    mlp      hidden units between two matrices, hidden channels between two convolutions
-    heads    all heads of attention, side by side
-    vocab    words
-    expert   experts of a mixture
+    batch      rows
+    length     positions of a sequence, in what layers pass on
+    positions  positions of a sequence inside of a layer, where an axis may split hidden units instead
+    embed      the width of what layers pass on: a residual stream, the channels of an image
+    mlp        hidden units between two matrices, hidden channels between two convolutions
+    heads      all heads of attention, side by side
+    vocab      words
+    expert     experts of a mixture
 
 so that two matrices with `mlp` or `heads` between them, the first split by columns and the
 second one by rows, need one sum over the devices (Shoeybi et al., 2019, arXiv:1909.08053,

@@ -3,8 +3,6 @@
 Letters: B batch, T positions, D width, H heads.
 """
 
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jpipe
 from models.sharding import constrain, named
 
 
@@ -47,91 +46,6 @@ def word_matrix(vocab_size: int, dim: int, init: nnx.Initializer, rngs: nnx.Rngs
     return nnx.Param(matrix(rngs.params(), (vocab_size, dim), jnp.float32))
 
 
-def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | None = None,
-    *,
-    is_causal: bool = False,
-) -> jax.Array:
-    """`jax.nn.dot_product_attention`, whose backward does not keep the probabilities.
-
-    The probabilities are as many as positions times positions, so a pipeline does not keep them for
-    every microbatch in flight. On NVIDIA GPUs cuDNN computes attention in one kernel that never
-    writes them (`_has_kernel` says when). Else the backward computes them again.
-
-    Args:
-      query: `[B, T, H, D / H]`.
-      key, value: `[B, M, H, D / H]`, of M positions of a memory.
-      mask: bool `[B or 1, H or 1, T, M]`, which positions of the memory a position sees.
-      is_causal: whether a position sees only itself and earlier positions.
-
-    Returns:
-      `[B, T, H, D / H]`.
-
-    References:
-      Dao et al., FlashAttention, 2022, arXiv:2205.14135.
-    """
-    if mask is None and _has_kernel(query, key, value):
-        return _FUSED_ATTENTION(query, key, value, is_causal=is_causal)
-    attention = jax.nn.dot_product_attention
-    if query.dtype == jnp.float64:  # JAX computes every softmax in float32
-        attention = _attention_in_float64
-    attention = functools.partial(attention, is_causal=is_causal)
-    return jax.checkpoint(attention)(query, key, value, mask=mask)
-
-
-_FUSED_ATTENTION = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-_TILE = 64
-"""Positions in a tile of cuDNN's kernel. JAX does not check that a sequence is made of whole ones."""
-
-
-def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Returns whether cuDNN has a kernel for the attention of these arrays, without a mask.
-
-    It needs a GPU, cuDNN, whole tiles of positions, and numbers of 16 bits, at most 256 of them per
-    head (before H100s: 128). On a mesh XLA may have to split the products of attention over devices,
-    which it cannot do to a kernel.
-    """
-    if platform() != "gpu" or not jax.sharding.get_abstract_mesh().empty:
-        return False
-    if query.shape[1] % _TILE or key.shape[1] % _TILE:
-        return False
-    try:
-        jax.eval_shape(_FUSED_ATTENTION, query, key, value)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
-def platform() -> str:
-    """The platform of JAX's default device, for example "gpu"."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
-
-
-def _attention_in_float64(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: jax.Array | None,
-    is_causal: bool,
-) -> jax.Array:
-    logits = jnp.einsum("bthd,bmhd->bhtm", query, key) / math.sqrt(query.shape[-1])
-    seen = jnp.ones((1, 1, *logits.shape[2:]), bool)
-    if is_causal:
-        seen = jnp.tril(seen)
-    if mask is not None:
-        seen &= mask
-    # A finite number, so that a position that sees none gets the mean of all.
-    logits = jnp.where(seen, logits, jnp.finfo(logits.dtype).min)
-    return jnp.einsum("bhtm,bmhd->bthd", jax.nn.softmax(logits), value)
-
-
 def attend_heads(
     query: jax.Array,
     key: jax.Array,
@@ -141,14 +55,14 @@ def attend_heads(
     *,
     is_causal: bool = False,
 ) -> jax.Array:
-    """`attend` by several heads, each on its part of the width.
+    """Attention by several heads, each on its part of the width.
 
     Args:
       query: `[B, T, D]`.
       key, value: `[B, M, D]`, of M positions of a memory.
       num_heads: H.
       mask: bool `[B, M]`, which positions of the memory are seen.
-      is_causal: see `attend`.
+      is_causal: whether a position sees only itself and earlier positions.
 
     Returns:
       `[B, T, D]`, the results of all heads side by side.
@@ -156,16 +70,16 @@ def attend_heads(
 
     def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
         x = x.reshape(*x.shape[:2], num_heads, -1)
-        return constrain(x, "batch", None, "heads", None)
+        return constrain(x, "batch", "positions", "heads", None)
 
-    attended = attend(
+    attended = jpipe.attention(
         heads(query),
         heads(key),
         heads(value),
         mask=mask[:, None, None, :],
         is_causal=is_causal,
     )
-    attended = constrain(attended, "batch", None, "heads", None)
+    attended = constrain(attended, "batch", "positions", "heads", None)
     return attended.reshape(query.shape)
 
 
@@ -199,8 +113,8 @@ class Attention(nnx.Module):
         is_causal: bool = False,
     ) -> jax.Array:
         # [B, T, D], [B, M, D], [B, M] booleans -> [B, T, D]
-        x = constrain(x, "batch", None, None)
-        memory = constrain(memory, "batch", None, None)
+        x = constrain(x, "batch", "positions", None)
+        memory = constrain(memory, "batch", "positions", None)
         projected = self.query(x), self.key(memory), self.value(memory)
         return self.out(attend_heads(*projected, self.num_heads, mask, is_causal=is_causal))
 
@@ -223,8 +137,8 @@ class FeedForward(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        hidden = self.linear_in(constrain(x, "batch", None, None))
-        hidden = constrain(hidden, "batch", None, "mlp")
+        hidden = self.linear_in(constrain(x, "batch", "positions", None))
+        hidden = constrain(hidden, "batch", "positions", "mlp")
         return self.linear_out(self.activation(hidden))
 
 

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jpipe
 from jpipe import vocabulary
 from models import checks
 from models.losses import CrossEntropy
 from models.sharding import constrain, named
-from models.sublayers import attend, dropout, narrowing, widening, word_matrix
+from models.sublayers import dropout, narrowing, widening, word_matrix
 
 _KERNEL = nnx.initializers.normal(0.02)
 
@@ -51,7 +52,7 @@ class Embedding(nnx.Module):
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
         words = vocabulary.lookup(self.token.embedding[...], tokens)
-        words = constrain(words, "batch", None, None)
+        words = constrain(words, "batch", "positions", None)
         x = self.dropout(words + positions[None])
         return constrain(x, "batch", "length", "embed")
 
@@ -87,19 +88,19 @@ class Block(nnx.Module):
         self.mlp_out = narrowing(4 * dim, dim, "mlp", kernel_init=residual, rngs=rngs)
 
     def _mlp(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        hidden = constrain(self.mlp_in(x), "batch", None, "mlp")
+        hidden = constrain(self.mlp_in(x), "batch", "positions", "mlp")
         return self.mlp_out(nnx.gelu(hidden))
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        qkv = self.qkv(constrain(self.attention_norm(x), "batch", None, None))
+        qkv = self.qkv(constrain(self.attention_norm(x), "batch", "positions", None))
         qkv = qkv.reshape(*x.shape[:2], self.num_heads, 3, -1)  # [B, T, H, 3, D / H]
-        qkv = constrain(qkv, "batch", None, "heads", None, None)
+        qkv = constrain(qkv, "batch", "positions", "heads", None, None)
         query, key, value = jnp.moveaxis(qkv, 3, 0)
-        attended = attend(query, key, value, is_causal=True)
-        attended = constrain(attended, "batch", None, "heads", None)
+        attended = jpipe.attention(query, key, value, is_causal=True)
+        attended = constrain(attended, "batch", "positions", "heads", None)
         x = x + self.dropout(self.attention_out(attended.reshape(x.shape)))
         x = constrain(x, "batch", "length", "embed")
-        x = x + self.dropout(self._mlp(constrain(self.mlp_norm(x), "batch", None, None)))
+        x = x + self.dropout(self._mlp(constrain(self.mlp_norm(x), "batch", "positions", None)))
         return constrain(x, "batch", "length", "embed")
 
 
@@ -111,9 +112,9 @@ class Head(nnx.Module):
         self.linear = widening(dim, vocab_size, "vocab", use_bias=False, kernel_init=_KERNEL, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
-        x = constrain(self.norm(x), "batch", None, None)
+        x = constrain(self.norm(x), "batch", "positions", None)
         logits = vocabulary.logits(x, self.linear.kernel[...].T)
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "positions", "vocab")
 
 
 class TiedHead(nnx.Module):
@@ -124,9 +125,9 @@ class TiedHead(nnx.Module):
         self.embedding = word_matrix(vocab_size, dim, _KERNEL, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
-        x = constrain(self.norm(x), "batch", None, None)
+        x = constrain(self.norm(x), "batch", "positions", None)
         logits = vocabulary.logits(x, self.embedding[...])
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "positions", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)

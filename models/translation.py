@@ -105,7 +105,7 @@ class Embedding(nnx.Module):
 
     def _embedded(self, token: nnx.Embed, tokens: jax.Array) -> jax.Array:  # [B, T] -> [B, T, D]
         x = vocabulary.lookup(token.embedding[...], tokens)
-        x = constrain(x, "batch", None, None) * token.features**0.5
+        x = constrain(x, "batch", "positions", None) * token.features**0.5
         waves = positions(tokens.shape[1], token.features)
         x = self.dropout(x + waves[None].astype(x.dtype))
         return constrain(x, "batch", "length", "embed")
@@ -233,10 +233,10 @@ class ProjectionsPart(Part):
         )
 
     def __call__(self, activation: Activation) -> Activation:
-        x = constrain(self._input(activation), "batch", None, None)
+        x = constrain(self._input(activation), "batch", "positions", None)
         memory = x
         if self.memory != self.stream:
-            memory = constrain(activation[self.memory], "batch", None, None)
+            memory = constrain(activation[self.memory], "batch", "positions", None)
         attended = attend_heads(
             self.query(x),
             self.key(memory),
@@ -268,8 +268,8 @@ class WidePart(Part):
         self.linear_in = widening(dim, mlp_dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
 
     def __call__(self, activation: Activation) -> Activation:
-        x = constrain(self._input(activation), "batch", None, None)
-        hidden = constrain(self.linear_in(x), "batch", None, "mlp")
+        x = constrain(self._input(activation), "batch", "positions", None)
+        hidden = constrain(self.linear_in(x), "batch", "positions", "mlp")
         return activation | {"branch": nnx.relu(hidden)}
 
 
@@ -296,9 +296,9 @@ class Head(nnx.Module):
 
     def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = activation["target"]
-        x = constrain(self.norm(x) if self.normed else x, "batch", None, None)
+        x = constrain(self.norm(x) if self.normed else x, "batch", "positions", None)
         logits = vocabulary.logits(x, self.embedding[...])
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "positions", "vocab")
 
 
 @dataclasses.dataclass(frozen=True)

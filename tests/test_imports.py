@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LEVELS = [
     {"_util"},
     {"_table", "vocabulary", "packing", "mesh", "launch"},
-    {"optim", "compress", "_processes", "schedule"},
+    {"optim", "compress", "_attention", "_processes", "schedule"},
     {"simulate"},
     {"schedules"},
     {"lowering"},

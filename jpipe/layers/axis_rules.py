@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jpipe._util.foreign import shown
 from jpipe.layers.mesh_free import on_mesh
-from jpipe.mesh import DATA, EXPERT, FSDP, MODEL, ROW_AXES, compilers_part
+from jpipe.mesh import CONTEXT, DATA, EXPERT, FSDP, MODEL, ROW_AXES, compilers_part
 from jpipe.packing import axes, axes_by_dim
 
 AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
@@ -27,16 +27,19 @@ AXIS_RULES: AxisRules = (
     ("mlp", MODEL),
     ("heads", MODEL),
     ("embed", FSDP),
+    ("length", CONTEXT),
+    ("positions", CONTEXT),
 )
 """The rules of a pipeline that is given none: logical name, then axes of the mesh.
 
 "batch" names the rows of a microbatch; "embed" the width of what layers pass on, such as a residual stream
 or the channels of an image; "mlp" hidden units between two matrices, or hidden channels between two
 convolutions; "heads" the heads of attention, side by side; "vocab" words; "expert" the experts of a mixture. The
-positions of a sequence are "length", which no rule names, so they are whole.
+positions of a sequence are "length" in what layers pass on, and "positions" inside of a layer, where "model" splits
+hidden units.
 
 The order counts: an axis goes to the first rule that can use it, so the rows of an activation get "fsdp"
-before its width. With `("length", "model")` before these rules, activations between the parts that "model"
+before its width. With `("length", ("context", "model"))` before these rules, activations between the parts that "model"
 splits are split by positions: sequence parallelism (Korthikanti et al., 2022, arXiv:2205.05198, section 4.2).
 """
 

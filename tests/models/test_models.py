@@ -13,6 +13,7 @@ from flax import nnx
 
 import jpipe
 import models
+from jpipe._attention import whole as whole_module
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.axis_rules import constraints_on, unannotated_on
 from jpipe.layers.loss import Loss
@@ -31,7 +32,6 @@ from models import (
     Transformer,
     Translation,
     UNet,
-    sublayers,
 )
 from models.convolution import Conv, halve
 from models.sublayers import Attention
@@ -707,13 +707,13 @@ def check_attention(dtype, tolerance, is_causal):
 def kernel(monkeypatch):
     """As on a GPU with cuDNN: a kernel that returns the values, and takes what cuDNN takes."""
 
-    def run(query, key, value, is_causal=False):
+    def run(query, key, value, scale=None, is_causal=False):
         if query.dtype != jnp.bfloat16:
             raise NotImplementedError(f"Q must be fp16/bf16, got {query.dtype}")
         return value
 
-    monkeypatch.setattr(sublayers, "platform", lambda: "gpu")
-    monkeypatch.setattr(sublayers, "_FUSED_ATTENTION", run)
+    monkeypatch.setattr(whole_module, "platform", lambda: "gpu")
+    monkeypatch.setattr(whole_module, "_FUSED_ATTENTION", run)
 
 
 def qkv(dtype=jnp.bfloat16, num_positions=64):
@@ -722,8 +722,8 @@ def qkv(dtype=jnp.bfloat16, num_positions=64):
 
 
 def uses_kernel(arrays, **options):
-    """Whether `attend` returns the values, as the kernel of the fixture does."""
-    got = sublayers.attend(*arrays, is_causal=True, **options)
+    """Whether `jpipe.attention` returns the values, as the kernel of the fixture does."""
+    got = jpipe.attention(*arrays, is_causal=True, **options)
     return np.array_equal(np.float32(got), np.float32(arrays[2]))
 
 
@@ -757,13 +757,13 @@ def test_kernel_is_left_where_a_strategy_splits_equations(kernel):
 
 
 def test_graph_of_a_strategy_has_no_kernel(monkeypatch):
-    """Also on a machine with GPUs its operators are the equations of `attend`."""
+    """Also on a machine with GPUs its operators are the equations of `jpipe.attention`."""
 
     def run(*_, **__):
         raise AssertionError("the kernel is traced")
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(sublayers, "_FUSED_ATTENTION", run)
+    monkeypatch.setattr(whole_module, "_FUSED_ATTENTION", run)
     model = Transformer(seq_len=64, dim=16, num_heads=2, num_blocks=1)
     loss = Loss.of(lambda outputs, batch: model.loss()(outputs, batch)[0], False)
     tokens = jax.ShapeDtypeStruct((1, 64), np.int32)
@@ -775,16 +775,16 @@ def test_graph_of_a_strategy_has_no_kernel(monkeypatch):
 
 
 def test_kernel_is_left_without_cudnn(monkeypatch):
-    monkeypatch.setattr(sublayers, "platform", lambda: "gpu")
+    monkeypatch.setattr(whole_module, "platform", lambda: "gpu")
     assert not uses_kernel(qkv())
 
 
 def test_platform_is_that_of_the_default_device():
-    assert sublayers.platform() == "cpu"
+    assert whole_module.platform() == "cpu"
     with jax.default_device("gpu"):  # JAX does not look for it before it computes
-        assert sublayers.platform() == "gpu"
+        assert whole_module.platform() == "gpu"
     with jax.default_device(jax.devices()[1]):
-        assert sublayers.platform() == "cpu"
+        assert whole_module.platform() == "cpu"
 
 
 def test_positions_are_the_papers_sines():
