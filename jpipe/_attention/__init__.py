@@ -83,7 +83,7 @@ def attention(
     if not hasattr(block_size, "__index__") or block_size < 1:
         raise ValueError(f"`block_size` must be a whole number of positions, at least 1, got {shown(block_size)}.")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    how = _over_devices(query, key, mask, scale, is_causal, method, axis, block_size)
+    how: Any = _over_devices(query, key, mask, scale, is_causal, method, axis, block_size)
     if how is None:
         has_mask = mask is not None or query_segments is not None
         if not has_mask and has_kernel(query, key, value):
@@ -96,7 +96,9 @@ def attention(
         rows, heads, *rest = mask.shape
         groups = (1, 1) if heads == 1 else (key.shape[2], heads // key.shape[2])
         mask = mask.reshape(rows, *groups, *rest)
-    return _attend(how, query, key, value, Seen(mask, query_segments, key_segments))
+    # In the same positions every query sees itself.
+    may_be_empty = mask is not None or query_segments is not key_segments
+    return _attend(how, query, key, value, Seen(mask, query_segments, key_segments, may_be_empty=may_be_empty))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

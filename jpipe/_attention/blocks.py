@@ -243,10 +243,13 @@ _Carry = TypeVar("_Carry")
 
 def _for_each(groups: Sequence[Group], add: Callable[[Seen, _Carry, Tile], _Carry], carry: _Carry) -> _Carry:
     for tiles, seen in groups:
+
+        def turn(carry: _Carry, tile: Tile, seen: Seen = seen) -> tuple[_Carry, None]:
+            return add(seen, carry, tile), None
+
         count = len(tiles.query)
         if count == 1:
-            carry = add(seen, carry, Tile(*(a[0] for a in tiles)))
+            carry, _ = turn(carry, Tile(*(a[0] for a in tiles)))
         elif count:
-            turns = Tile(*map(jnp.asarray, tiles))
-            carry, _ = lax.scan(lambda carry, tile, seen=seen: (add(seen, carry, tile), None), carry, turns)
+            carry, _ = lax.scan(turn, carry, Tile(*map(jnp.asarray, tiles)))
     return carry

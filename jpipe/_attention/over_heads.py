@@ -60,9 +60,9 @@ class OverHeads:
 
         def run(query: jax.Array, key: jax.Array, value: jax.Array, seen: Seen) -> Any:
             key, value = (jnp.repeat(a, self.repeats, 2) for a in (key, value))
-            parts = [self._to_heads(a) for a in (query, key, value)]
-            outputs, (*_, log_weight) = self.inner.forward(*parts, seen)
-            return self._to_positions(outputs), *parts, log_weight
+            query, key, value = map(self._to_heads, (query, key, value))
+            outputs, (*_, log_weight) = self.inner.forward(query, key, value, seen)
+            return self._to_positions(outputs), query, key, value, log_weight
 
         mapped = self.split.run(
             run,

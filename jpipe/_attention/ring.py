@@ -203,7 +203,8 @@ class Ring:
     def _reordered_back(self, x: jax.Array, dim: int) -> jax.Array:
         if not self.is_balanced:
             return x
-        first, second = jnp.split(self._swapped(*jnp.split(x, 2, dim), dim), 2, dim)
+        early, late = jnp.split(x, 2, dim)
+        first, second = jnp.split(self._swapped(early, late, dim), 2, dim)
         return jnp.concatenate([first, self._mirrored(second)], dim)
 
     def _swapped(self, first: jax.Array, second: jax.Array, dim: int) -> jax.Array:

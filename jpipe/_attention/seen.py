@@ -1,7 +1,7 @@
 """Which keys each query sees."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,11 @@ class Tile(NamedTuple):
       num_keys: the keys of the tile; those after them are padding.
     """
 
-    query: jax.Array
-    key: jax.Array
-    query_position: jax.Array
-    key_position: jax.Array
-    num_keys: jax.Array
+    query: Any
+    key: Any
+    query_position: Any
+    key_position: Any
+    num_keys: Any
 
 
 @jax.tree_util.register_dataclass
@@ -37,18 +37,15 @@ class Seen:
       key_segments: `[B, M]`, the document of each key.
       is_padded: whether a tile may have keys that are padding.
       is_causal: whether a query sees only itself and earlier positions.
+      may_be_empty: whether there may be queries that see no key.
     """
 
-    mask: jax.Array | None
-    query_segments: jax.Array | None
-    key_segments: jax.Array | None
+    mask: Any
+    query_segments: Any
+    key_segments: Any
     is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
-
-    @property
-    def may_be_empty(self) -> bool:
-        """True if there may be queries that see no key."""
-        return self.mask is not None or self.query_segments is not None
+    may_be_empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def of_tile(self, tile: Tile, num_queries: int, num_keys: int) -> jax.Array | None:
         """Bool, of shape `[B, K, G, num_queries, num_keys]` or with 1 for some; None if all are seen."""

@@ -1,6 +1,7 @@
 """Attention of few positions on one device, whose scores are computed at once."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ def whole_attention(
     The probabilities are as many as positions times positions, so a pipeline does not keep them for
     every microbatch in flight. The backward computes them again.
     """
-    attention = jax.nn.dot_product_attention
+    attention: Any = jax.nn.dot_product_attention
     if query.dtype == jnp.float64:  # JAX computes every softmax in float32
         attention = _attention_in_float64
     attention = functools.partial(attention, scale=scale, is_causal=is_causal)

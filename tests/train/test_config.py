@@ -615,7 +615,7 @@ def test_rules_come_before_the_usual_ones():
     assert config.mesh.axis_rules() == jpipe.AXIS_RULES
     rules = {"length": "model", "embed": "fsdp, model", "mlp": "none"}
     changed = flags.override(config, {"mesh": {"fsdp": "2", "expert": "4", "rules": rules}})
-    assert changed.mesh.sizes == {"data": 1, "fsdp": 2, "expert": 4, "model": 1}
+    assert changed.mesh.sizes == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "model": 1}
     own = (("length", ("model",)), ("embed", ("fsdp", "model")), ("mlp", None))
     assert changed.mesh.axis_rules() == (*own, *jpipe.AXIS_RULES)
 
