@@ -155,8 +155,9 @@ def assert_exchanges(text, method, axes):
     """Messages are split, keys and values go in the branch of their stage, and no array is positions x positions."""
     n, model, rows = axes["context"], axes.get("model", 1), B // N // axes.get("fsdp", 1) // axes.get("data", 1)
     found = collectives(text)
-    messages = {c.shapes for c in found if c.kind == "collective-permute" and len(c.shapes[0]) == 4}
-    assert messages == {((1, rows, T // n, D),)}
+    if n > 1:
+        messages = {c.shapes for c in found if c.kind == "collective-permute" and len(c.shapes[0]) == 4}
+        assert messages == {((1, rows, T // n, D),)}
     in_forward = [c for c in found if "forward/stage0" in c.name and "/shard_map/" in c.name.partition("/cond/")[2]]
     queries, keys = rows * T * (HEADS // model) * HEAD // n, rows * T * (KEY_HEADS // model) * HEAD // n
     if n == 1:
@@ -225,7 +226,12 @@ def test_models_share_their_positions(name, schedule, axes):
     for batch, wanted in zip(data, losses, strict=True):
         state, metrics = pipe.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
-    assert_close(pipe.get_params(state), params, "float32")
+    for (path, want), got in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(pipe.get_params(state)), strict=True
+    ):
+        # The gradient of the bias of an attention's keys is zero, and the bias is rounding errors of zero.
+        floor = 1e-2 if "'key'" in jax.tree_util.keystr(path) else 1e-30
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * max(np.abs(want).max(), floor))
     records = {record.use: record for record in pipe.shards(data[0])}
     assert records["messages"].split["context"] > 0.9  # all but the masks
 
