@@ -155,12 +155,15 @@ def compile_one(args: argparse.Namespace, context: int, length: int) -> dict:
         "device_gb": reserved_bytes(analysis) / 1e9,
         "temporaries_gb": analysis.temp_size_in_bytes / 1e9,
         "compile_s": seconds,
-        **read(text, length),
+        **read(text, length, num_blocks=1 if args.chip == "v5e" else BLOCKS // STAGES),
     }
 
 
-def read(text: str, length: int) -> dict:
-    """What a program sends for a block of the first stage, and its largest array of scores."""
+def read(text: str, length: int, num_blocks: int) -> dict:
+    """What a program sends for a block of the first stage, and its largest array of scores.
+
+    `num_blocks` are those of a stage in the text: TPUs have a loop over them, and GPUs do not.
+    """
     program = Program(text)
     messages, exchanges, hidden = [], {}, set()
     for name, lines in program.computations.items():
@@ -169,15 +172,16 @@ def read(text: str, length: int) -> dict:
             if kind is None:
                 continue
             shapes = re.findall(r"\w+\[[\d,]*\]", line.split(" = ")[1].split(f" {kind[1]}")[0])
-            scope = re.search(r'op_name="[^"]*?/(forward|backward)/stage0/cond/[^"]*shard_map', line)
+            scope = re.search(r'op_name="[^"]*?/(forward|backward)/stage0/(?:cond/)?[^"]*shard_map', line)
             if kind[1] == "collective-permute":
                 messages.append(bytes_of_shape(shapes[0]) / 1e6)
             if scope is None or kind[1] == "collective-permute":
                 continue
             # An asynchronous all-gather has its operand beside its result, an all-to-all a part for each device.
             sizes = [bytes_of_shape(shape) / 1e6 for shape in shapes]
-            total = sum(sizes) if kind[1] == "all-to-all" else max(sizes)
-            channel = re.search(r"channel_id=(\d+)", line)[1]
+            total = sum(sizes) if kind[1] == "all-to-all" and not kind[2] else max(sizes)
+            # TPUs write the steps of an exchange several times; on GPUs exchanges may share a channel.
+            channel = line.split()[0] if kind[2] else re.search(r"channel_id=(\d+)", line)[1]
             group = _group(line)
             exchanges[channel] = scope[1], total * (group - 1) / group
             # TPUs run the steps of an all-gather in fusions with other operations.
@@ -191,8 +195,8 @@ def read(text: str, length: int) -> dict:
     }
     return {
         "message_mb": max(messages, default=0.0),
-        "forward_mb": sent["forward"],
-        "backward_mb": sent["backward"],
+        "forward_mb": sent["forward"] / num_blocks,
+        "backward_mb": sent["backward"] / num_blocks,
         "exchanges": len(exchanges),
         "under_compute": len(hidden),
         "squares_mb": max(_squares(text, length), default=0.0),

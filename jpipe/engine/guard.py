@@ -111,6 +111,12 @@ def guarded(
     return lax.cond(predicate, lambda arrays: operation(arrays, read), passed, written)
 
 
+def _is_split_by_compiler() -> bool:
+    """Returns whether the mesh has axes of several devices that are left to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
+
+
 def _replaced(arrays: Record, written: TickArrays) -> Record:
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
@@ -130,10 +136,14 @@ def _passed(target: Target, number: jax.Array, tree: WrittenArrays) -> WrittenAr
         if is_on_host(array) or array.size * array.dtype.itemsize < _LARGE:
             return array
         # XLA writes in place if it reads the array at the same index, and if it does not know the
-        # index. An index outside of the array is moved into it.
-        start = [number] * array.ndim
+        # index. An index outside of the array is moved into it. To find an element of a dim that the
+        # compiler splits, XLA would gather the array, so there a whole row is written: the first dim
+        # counts slots or leaves, and is never split.
+        whole_row = _is_split_by_compiler()
+        size = [n if whole_row and dim else 1 for dim, n in enumerate(array.shape)]
+        start = [number if n == 1 else 0 for n in size]
         slice_, write = lax.dynamic_slice, lax.dynamic_update_slice
-        element = slice_(array, start, [1] * array.ndim, allow_negative_indices=False)
+        element = slice_(array, start, size, allow_negative_indices=False)
         # XLA removes a write that it knows to change nothing, and copies an element by a copy of
         # its own. The selection is part of the kernel that writes.
         element = jnp.where(number < -1, jnp.zeros_like(element), element)
