@@ -78,20 +78,20 @@ def attention(
       Jacobs et al., "DeepSpeed Ulysses", 2023, arXiv:2309.14509.
       Dao et al., "FlashAttention", 2022, arXiv:2205.14135.
     """
-    query_segments, key_segments = _segments(segment_ids)
-    _check_shapes(query, key, value, mask, query_segments, key_segments)
+    query_segments, key_segments = segments = _segments(segment_ids)
+    _check_shapes(query, key, value, mask, segments)
     if not hasattr(block_size, "__index__") or block_size < 1:
         raise ValueError(f"`block_size` must be a whole number of positions, at least 1, got {shown(block_size)}.")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    how: Any = _over_devices(query, key, mask, scale, is_causal, method, axis, block_size)
-    if how is None:
+    alone = OneDevice(scale, is_causal, block_size)
+    how = _over_devices(query, key, alone, method=method, axis=axis)
+    if how is alone:
         has_mask = mask is not None or query_segments is not None
         if not has_mask and has_kernel(query, key, value):
             return attention_in_kernel(query, key, value, scale=scale, is_causal=is_causal)
         if max(query.shape[1], key.shape[1]) <= block_size:
             mask = _with_segments(mask, query_segments, key_segments)
             return whole_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
-        how = OneDevice(scale, is_causal, block_size)
     if mask is not None:
         rows, heads, *rest = mask.shape
         groups = (1, 1) if heads == 1 else (key.shape[2], heads // key.shape[2])
@@ -117,22 +117,15 @@ _attend.defvjp(lambda how, *args: how.forward(*args), _attend_backward)
 
 
 def _over_devices(
-    query: jax.Array,
-    key: jax.Array,
-    mask: jax.Array | None,
-    scale: float,
-    is_causal: bool,
-    method: Method | None,
-    axis: str,
-    block_size: int,
-) -> Ring | OverHeads | None:
-    """How the devices of the axis share the work; None without several of them."""
+    query: jax.Array, key: jax.Array, alone: OneDevice, *, method: Method | None, axis: str
+) -> OneDevice | Ring | OverHeads:
+    """How the devices of the axis share the work; `alone` without several of them."""
     if method not in (None, "ring", "all_to_all"):
         raise ValueError(f'`method` must be "ring", "all_to_all" or None, got {shown(method)}.')
     mesh = jax.sharding.get_abstract_mesh()
     n = mesh.shape.get(axis, 1)
     if n == 1:
-        return None
+        return alone
     if axis not in mesh.auto_axes:
         raise ValueError(
             f"`jpipe.attention` splits positions over the axis {axis!r} of the mesh by itself, and the axis is "
@@ -151,9 +144,9 @@ def _over_devices(
     part = [mesh.shape[name] for name in split.rows], [mesh.shape[name] for name in split.heads]
     rows //= math.prod(part[0])
     num_heads, num_key_heads = (heads // math.prod(part[1]) for heads in (num_heads, num_key_heads))
-    is_balanced = is_causal and positions == num_keys
-    ring = Ring(split, scale, is_causal, is_balanced, block_size)
-    over_heads = OverHeads.of(split, OneDevice(scale, is_causal, block_size), num_key_heads)
+    is_balanced = alone.is_causal and positions == num_keys
+    ring = Ring(split, alone.scale, alone.is_causal, is_balanced, alone.block_size)
+    over_heads = OverHeads.of(split, alone, num_key_heads)
     shapes = (rows, positions // n, num_heads, dim), num_keys // n, num_key_heads
     refusals = {
         "ring": f"a causal mask cuts it into {2 * n} equal spans, and {2 * n} does not divide the {positions} positions"
@@ -188,9 +181,7 @@ def _segments(segment_ids: Any) -> tuple[Any, Any]:
     return segment_ids, segment_ids
 
 
-def _check_shapes(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, query_segments: Any, key_segments: Any
-) -> None:
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segments: tuple[Any, Any]) -> None:
     shapes = ", ".join(str(list(a.shape)) for a in (query, key, value))
     if any(a.ndim != 4 for a in (query, key, value)):
         raise ValueError(f"`query`, `key`, `value` must be `[batch, positions, heads, dim]`, got {shapes}.")
@@ -212,7 +203,7 @@ def _check_shapes(
                 f"`mask` must be bool of shape {list(wanted)}, or with 1 for some of these, got {mask.dtype} of shape "
                 f"{list(mask.shape)}. True means that a query sees a key."
             )
-    for name, ids, length in (("queries", query_segments, positions), ("keys", key_segments, num_keys)):
+    for name, ids, length in zip(("queries", "keys"), segments, (positions, num_keys), strict=True):
         if ids is not None and (ids.shape != (rows, length) or not jnp.issubdtype(ids.dtype, jnp.integer)):
             raise ValueError(
                 f"`segment_ids` of {name} must be integers of shape {[rows, length]}, got {ids.dtype} of shape "

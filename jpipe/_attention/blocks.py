@@ -102,6 +102,7 @@ class Blocks(NamedTuple):
         key: jax.Array,
         value: jax.Array,
         groups: Sequence[Group],
+        *,
         results: "Results",
         gradients: "Gradients",
     ) -> "Gradients":

@@ -8,7 +8,7 @@ import jax
 from jpipe._attention import blocks
 from jpipe._attention.blocks import Blocks, Gradients, Group, Results
 from jpipe._attention.seen import Seen
-from jpipe._attention.tiles import Spans, padded, square, tiles_of
+from jpipe._attention.tiles import FIRST, Place, Spans, padded, square, tiles_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,8 @@ class OneDevice:
           by_output: the gradient by the outputs.
         """
         query, key, value, seen, outputs, log_weight = residuals
-        return self.gradients(query, key, value, seen, log_weight, by_output, blocks.mean_of(outputs, by_output))
+        mean = blocks.mean_of(outputs, by_output)
+        return self.gradients(query, key, value, seen, log_weight=log_weight, by_output=by_output, mean=mean)
 
     def gradients(
         self,
@@ -60,6 +61,7 @@ class OneDevice:
         key: jax.Array,
         value: jax.Array,
         seen: Seen,
+        *,
         log_weight: jax.Array,
         by_output: jax.Array,
         mean: jax.Array,
@@ -73,7 +75,7 @@ class OneDevice:
         rows, columns = cut.queries.padded, cut.keys.padded
         q, k, v = rows(q, 3), columns(k, 2), columns(v, 2)
         results = Results(*(rows(a, 3) for a in results))
-        gradients = cut.backward(q, k, v, groups, results, Gradients.zeros(q, k, v))
+        gradients = cut.backward(q, k, v, groups, results=results, gradients=Gradients.zeros(q, k, v))
         by_query = cut.queries.without_padding(gradients.query, 3)
         by_key, by_value = (cut.keys.without_padding(a, 2) for a in gradients[1:])
         if by_mean is not None:
@@ -84,24 +86,20 @@ class OneDevice:
     def _cut(self, query: jax.Array, key: jax.Array, seen: Seen) -> tuple[Blocks, list[Group]]:
         queries, keys = (Spans.of(a.shape[1], self.block_size) for a in (query, key))
         seen = padded(seen, queries, keys)
-        return Blocks(queries, keys, self.scale), groups_of_span(queries, keys, seen, self.is_causal)
+        return Blocks(queries, keys, self.scale), groups_of_span(queries, keys, seen, is_causal=self.is_causal)
 
 
-def groups_of_span(
-    queries: Spans, keys: Spans, seen: Seen, is_causal: bool, number: Any = 0, span: int = 0
-) -> list[Group]:
+def groups_of_span(queries: Spans, keys: Spans, seen: Seen, *, is_causal: bool, place: Place = FIRST) -> list[Group]:
     """The tiles of a span of which a query sees a key. Under a causal mask those on the diagonal alone need it.
 
     Args:
       queries, keys: the spans of positions.
       seen: which keys each query sees, but for the causal mask.
       is_causal: whether a query sees only itself and earlier positions.
-      number: which span it is of the whole sequence.
-      span: which span it is in the arrays.
+      place: of the span.
     """
-    places = span, span, number, number
     if not is_causal:
-        return [Group(tiles_of(square(queries, keys), queries, keys, *places), seen)]
+        return [Group(tiles_of(square(queries, keys), queries, keys, place, place), seen)]
     below, crossed = [], []
     for i, j in square(queries, keys):
         first, last = i * queries.tile, (i + 1) * queries.tile - 1
@@ -110,7 +108,7 @@ def groups_of_span(
         elif j * keys.tile <= last:
             crossed.append((i, j))
     masked = dataclasses.replace(seen, is_causal=True)
-    tiles = (tiles_of(pairs, queries, keys, *places) for pairs in (below, crossed))
+    tiles = (tiles_of(pairs, queries, keys, place, place) for pairs in (below, crossed))
     return [Group(group, which) for group, which in zip(tiles, (seen, masked), strict=True)]
 
 

@@ -88,7 +88,9 @@ class OverHeads:
         ) -> Any:
             mean = self._to_heads(blocks.mean_of(outputs, by_output))
             by_output = self._to_heads(by_output)
-            gradients = self.inner.gradients(query, key, value, seen, log_weight, by_output, mean)
+            gradients = self.inner.gradients(
+                query, key, value, seen, log_weight=log_weight, by_output=by_output, mean=mean
+            )
             by_query, by_key, by_value = map(self._to_positions, gradients)
             return by_query, self._of_repeats(by_key), self._of_repeats(by_value)
 

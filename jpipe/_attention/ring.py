@@ -35,7 +35,7 @@ from jpipe._attention.blocks import Blocks, Gradients, Group, Results, Sums
 from jpipe._attention.one_device import groups_of_span
 from jpipe._attention.seen import Seen
 from jpipe._attention.split import Split
-from jpipe._attention.tiles import Spans, joined, padded, square, tiles_of
+from jpipe._attention.tiles import Place, Spans, joined, padded, square, tiles_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Ring:
         by_kv = jnp.zeros(kv.shape, blocks.sum_dtype(kv))
         for turn, (key, value, groups) in enumerate(self._rounds(kv, cut, seen)):
             gradients = Gradients.zeros(q, key, value)._replace(query=by_query)
-            by_query, *by_keys = cut.backward(q, key, value, groups, results, gradients)
+            by_query, *by_keys = cut.backward(q, key, value, groups, results=results, gradients=gradients)
             added = jnp.stack([cut.keys.without_padding(a, 2) for a in by_keys])
             if turn:
                 owner = [(i, source) for i, source in enumerate(_sources(self.split.size)[turn])]
@@ -164,16 +164,16 @@ class Ring:
                 groups = self._own_groups(cut, seen) if turn == 0 else self._groups(cut, seen, source)
             else:
                 all_seen = dataclasses.replace(seen, is_causal=self.is_causal)
-                tiles = tiles_of(square(*cut[:2]), *cut[:2], query_number=device, key_number=source)
+                tiles = tiles_of(square(*cut[:2]), *cut[:2], Place(0, device), Place(0, source))
                 groups = [Group(tiles, all_seen)]
             yield key, value, groups
 
     def _own_groups(self, cut: Blocks, seen: Seen) -> list[Group]:
         """The tiles of a device's own keys, under a causal mask."""
-        early, late = self._numbers(lax.axis_index(self.split.axis))
+        early, late = self._places(lax.axis_index(self.split.axis))
         spans = cut.queries, cut.keys
-        groups = [groups_of_span(*spans, seen, True, number, span) for span, number in enumerate((early, late))]
-        below = tiles_of(square(*spans), *spans, 1, 0, late, early)
+        groups = [groups_of_span(*spans, seen, is_causal=True, place=place) for place in (early, late)]
+        below = tiles_of(square(*spans), *spans, late, early)
         return [
             Group(joined(below, *(g[0].tiles for g in groups)), seen),
             Group(joined(*(g[1].tiles for g in groups)), groups[0][1].seen),
@@ -181,17 +181,19 @@ class Ring:
 
     def _groups(self, cut: Blocks, seen: Seen, source: jax.Array) -> list[Group]:
         """The tiles of another device's keys, under a causal mask: none needs one."""
-        early, late = self._numbers(lax.axis_index(self.split.axis))
-        other_early, other_late = self._numbers(source)
-        span = (early < other_early).astype(jnp.int32)
-        query, key = jnp.where(span == 1, late, early), jnp.where(span == 1, other_late, other_early)
+        early, late = self._places(lax.axis_index(self.split.axis))
+        other_early, other_late = self._places(source)
+        is_earlier = early.number < other_early.number
+        query = Place(*(jnp.where(is_earlier, a, b) for a, b in zip(late, early, strict=True)))
+        key = Place(*(jnp.where(is_earlier, a, b) for a, b in zip(other_late, other_early, strict=True)))
         tiles = functools.partial(tiles_of, square(*cut[:2]), *cut[:2])
-        return [Group(joined(tiles(1, 0, late, other_early), tiles(span, span, query, key)), seen)]
+        return [Group(joined(tiles(late, other_early), tiles(query, key)), seen)]
 
-    def _numbers(self, device: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _places(self, device: jax.Array) -> tuple[Place, Place]:
         """The early and the late span of a device."""
         first, second = 2 * device, 2 * self.split.size - 1 - 2 * device
-        return jnp.minimum(first, second), jnp.maximum(first, second)
+        zero = jnp.zeros_like(device)
+        return Place(zero, jnp.minimum(first, second)), Place(zero + 1, jnp.maximum(first, second))
 
     def _reordered(self, x: jax.Array, dim: int) -> jax.Array:
         """The early and the late span of this device, out of two spans that follow one another."""

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,21 @@ class Spans:
         return x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
 
 
+class Place(NamedTuple):
+    """Where a span is.
+
+    Attributes:
+      span: its number in the arrays of the device.
+      number: its number in the whole sequence.
+    """
+
+    span: Any
+    number: Any
+
+
+FIRST = Place(0, 0)
+
+
 def padded(seen: Seen, queries: Spans, keys: Spans) -> Seen:
     """What is seen, with padding so that a tile never ends behind an array."""
     if not (queries.padding or keys.padding):
@@ -88,27 +103,24 @@ def tiles_of(
     pairs: Sequence[tuple[int, int]],
     queries: Spans,
     keys: Spans,
-    query_span: Any = 0,
-    key_span: Any = 0,
-    query_number: Any = 0,
-    key_number: Any = 0,
+    query_place: Place = FIRST,
+    key_place: Place = FIRST,
 ) -> Tile:
     """`[tiles]` each: the tiles of a span of queries and of a span of keys.
 
     Args:
       pairs: the tile of the queries' span and the tile of the keys' span of each.
       queries, keys: the spans.
-      query_span, key_span: which span of the device's arrays.
-      query_number, key_number: which span of the whole sequence.
+      query_place, key_place: of the span of queries, and of the span of keys.
     """
     query, key = np.array(pairs, np.int32).reshape(-1, 2).T
     query, key = query * queries.tile, key * keys.tile
     num_keys = np.minimum(keys.tile, keys.length - key)
     return Tile(
-        query + query_span * queries.tiles * queries.tile,
-        key + key_span * keys.tiles * keys.tile,
-        query + query_number * queries.length,
-        key + key_number * keys.length,
+        query + query_place.span * queries.tiles * queries.tile,
+        key + key_place.span * keys.tiles * keys.tile,
+        query + query_place.number * queries.length,
+        key + key_place.number * keys.length,
         num_keys,
     )
 
