@@ -180,9 +180,9 @@ def read(text: str, length: int, num_blocks: int) -> dict:
             # An asynchronous all-gather has its operand beside its result, an all-to-all a part for each device.
             sizes = [bytes_of_shape(shape) / 1e6 for shape in shapes]
             total = sum(sizes) if kind[1] == "all-to-all" and not kind[2] else max(sizes)
-            # TPUs write the steps of an all-gather several times, with one channel. All all-to-alls share one.
-            is_gather = kind[1] == "all-gather"
-            channel = re.search(r"channel_id=(\d+)", line)[1] if is_gather else line.split()[0]
+            # TPUs write the steps of an all-gather several times, with one channel. Other exchanges may share one.
+            in_steps = kind[1] == "all-gather" and not kind[2]
+            channel = re.search(r"channel_id=(\d+)", line)[1] if in_steps else line.split()[0]
             group = _group(line)
             exchanges[channel] = scope[1], total * (group - 1) / group
             # TPUs run the steps of an all-gather in fusions with other operations.
