@@ -55,6 +55,14 @@ def test_no_rings(devices, size):
     assert _rings(devices, len(devices) // size, size) is None
 
 
+def test_the_axes_of_a_mesh_are_in_order():
+    mesh = jpipe.make_mesh(stage=2, model=2, context=2)
+    assert dict(mesh.shape) == {"stage": 2, "context": 2, "model": 2}
+    assert jpipe.make_mesh(stage=2, context=1).axis_names == ("stage",)
+    with pytest.raises(ValueError, match="`context` must be a whole number of devices, at least 1, got 0"):
+        jpipe.make_mesh(stage=2, context=0)
+
+
 def test_a_ring_of_devices_without_a_shape_is_a_row():
     mesh = jpipe.make_mesh(stage=4, data=2, ring=True)
     assert mesh == jpipe.make_mesh(stage=4, data=2)
