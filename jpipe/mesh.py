@@ -36,6 +36,14 @@ def memory_kinds(device: jax.Device) -> list[str]:
         return [DEVICE_MEMORY, HOST_MEMORY]
 
 
+def platform() -> str:
+    """The platform of JAX's default device, for example "gpu"."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
+
+
 def on_platform(platform: str) -> contextlib.AbstractContextManager:
     """A context in which JAX's default device has a platform, such as "cpu"; a layer can ask for it.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from models.sublayers import platform
+from jpipe.mesh import platform
 
 Axes = tuple[str, ...]
 

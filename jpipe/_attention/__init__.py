@@ -16,7 +16,7 @@ from jpipe._attention.over_heads import OverHeads
 from jpipe._attention.ring import Ring
 from jpipe._attention.seen import Seen
 from jpipe._attention.split import Split
-from jpipe._attention.whole import attention_in_kernel, has_kernel, whole_attention
+from jpipe._attention.whole import attention_in_kernel, whole_attention
 from jpipe._util.foreign import shown
 from jpipe.mesh import CONTEXT
 
@@ -86,9 +86,10 @@ def attention(
     alone = OneDevice(scale, is_causal, block_size)
     how = _over_devices(query, key, alone, method=method, axis=axis)
     if how is alone:
-        has_mask = mask is not None or query_segments is not None
-        if not has_mask and has_kernel(query, key, value):
-            return attention_in_kernel(query, key, value, scale=scale, is_causal=is_causal)
+        if mask is None and query_segments is None:
+            in_kernel = attention_in_kernel(query, key, value, scale=scale, is_causal=is_causal)
+            if in_kernel is not None:
+                return in_kernel
         if max(query.shape[1], key.shape[1]) <= block_size:
             mask = _with_segments(mask, query_segments, key_segments)
             return whole_attention(query, key, value, mask, scale=scale, is_causal=is_causal)

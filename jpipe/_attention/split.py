@@ -19,19 +19,19 @@ class Split:
     splits before another axis exchanges them.
 
     Attributes:
-      axis: the axis of positions.
+      axis: the axis of positions; None: every device has all of them.
       size: its devices.
       rows: the axes of rows.
       heads: the axes of heads.
     """
 
-    axis: str
+    axis: str | None
     size: int
     rows: tuple[str, ...]
     heads: tuple[str, ...]
 
     @classmethod
-    def of(cls, mesh: Any, axis: str, num_rows: int, num_key_heads: int) -> "Split":
+    def of(cls, mesh: Any, axis: str | None, num_rows: int, num_key_heads: int) -> "Split":
         """The axis of positions, and those that logical rules give the names "batch" and "heads".
 
         Axes that do not divide rows or heads are left to the compiler.
@@ -40,14 +40,14 @@ class Split:
         rest = {name: mesh.shape[name] for name in mesh.auto_axes if name != axis and mesh.shape[name] > 1}
         return cls(
             axis,
-            mesh.shape[axis],
+            1 if axis is None else mesh.shape[axis],
             _dividing(rows, num_rows, rest),
             _dividing(heads, num_key_heads, rest),
         )
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Maps a function over the devices."""
-        names = {self.axis, *self.rows, *self.heads}
+        names = {self.axis, *self.rows, *self.heads} - {None}
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False)
 
     def positions(self) -> P:

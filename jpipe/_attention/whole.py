@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe._attention.split import Split
+from jpipe.mesh import DATA, STAGE, platform
+
 _FUSED_ATTENTION = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
 _TILE = 64
 """Positions in a tile of cuDNN's kernel. JAX does not check that a sequence is made of whole ones."""
@@ -28,35 +31,29 @@ def whole_attention(
 
 def attention_in_kernel(
     query: jax.Array, key: jax.Array, value: jax.Array, *, scale: float, is_causal: bool
-) -> jax.Array:
-    """Attention in a kernel of cuDNN, which never writes the probabilities. See `has_kernel`."""
-    return _FUSED_ATTENTION(query, key, value, scale=scale, is_causal=is_causal)
+) -> jax.Array | None:
+    """Attention in a kernel of cuDNN, which never writes the probabilities; None if there is none for these arrays.
 
-
-def has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
-    """Returns whether cuDNN has a kernel for the attention of these arrays, without a mask.
-
-    It needs a GPU, cuDNN, whole tiles of positions, and numbers of 16 bits, at most 256 of them per
-    head (before H100s: 128). On a mesh XLA may have to split the products of attention over devices,
-    which it cannot do to a kernel.
+    It needs a GPU, cuDNN, no mask, whole tiles of positions, and numbers of 16 bits, at most 256 of them per head
+    (before H100s: 128). XLA cannot split a kernel over devices. On a mesh each device therefore has one for its rows
+    and heads, and there is none if an axis splits something else.
     """
-    if platform() != "gpu" or not jax.sharding.get_abstract_mesh().empty:
-        return False
-    if query.shape[1] % _TILE or key.shape[1] % _TILE:
-        return False
+    if platform() != "gpu" or query.shape[1] % _TILE or key.shape[1] % _TILE:
+        return None
     try:
         jax.eval_shape(_FUSED_ATTENTION, query, key, value)
     except (NotImplementedError, RuntimeError):
-        return False
-    return True
-
-
-def platform() -> str:
-    """The platform of JAX's default device, for example "gpu"."""
-    device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+        return None
+    kernel = functools.partial(_FUSED_ATTENTION, scale=scale, is_causal=is_causal)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return kernel(query, key, value)
+    split = Split.of(mesh, None, query.shape[0], key.shape[2])
+    names = {name for name in mesh.auto_axes if mesh.shape[name] > 1} - {STAGE, DATA}
+    if not names or names != {*split.rows, *split.heads}:
+        return None
+    spec = split.positions()
+    return split.run(kernel, (spec, spec, spec), spec)(query, key, value)
 
 
 def _attention_in_float64(

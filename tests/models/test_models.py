@@ -744,10 +744,33 @@ def test_kernel_is_left_for_a_mask(kernel):
     assert not uses_kernel(qkv(), mask=jnp.ones((1, 1, 64, 64), bool))
 
 
-def test_kernel_is_left_where_rules_split_dims(kernel):
-    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
-    with constraints_on(mesh, [("heads", "model")]):
-        assert not uses_kernel(qkv())
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"model": 2}, (2, 64, 1, 8)),
+        ({"fsdp": 2}, (1, 64, 2, 8)),
+        ({"stage": 2, "fsdp": 2, "model": 2}, (1, 64, 1, 8)),
+        ({"model": 4}, None),  # it splits no two heads
+        ({"other": 2}, None),
+        ({"context": 2}, None),  # see `jpipe._attention.ring`
+    ],
+    ids=str,
+)
+def test_each_device_attends_in_a_kernel(kernel, monkeypatch, sizes, shape):
+    """To its rows and heads, on a mesh whose axes split them."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes))
+    shapes, fused = set(), whole_module._FUSED_ATTENTION
+
+    def noted(query, *args, **options):
+        shapes.add(query.shape)
+        return fused(query, *args, **options)
+
+    monkeypatch.setattr(whole_module, "_FUSED_ATTENTION", noted)
+    arrays = [jax.ShapeDtypeStruct((2, 64, 2, 8), jnp.bfloat16)] * 3
+    with constraints_on(mesh, jpipe.AXIS_RULES):
+        jax.eval_shape(functools.partial(jpipe.attention, is_causal=True), *arrays)
+    shapes.discard((2, 64, 2, 8))  # of the question whether cuDNN has one
+    assert shapes == ({shape} if shape else set())
 
 
 def test_kernel_is_left_where_a_strategy_splits_equations(kernel):
