@@ -1,29 +1,25 @@
 """Cuts a layer that is a whole model into the layers of a pipeline."""
 
 import bisect
-import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
-import jax.extend.core as jex
-from flax import nnx
-from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import shapes_text
-from jpipe.layers.equations import variables
 from jpipe.layers.layer import Layer, LayerOptions
-from jpipe.layers.model_tree import Path, Turn, path_text, unflattened
+from jpipe.layers.model_tree import Path, Turn, path_text
 from jpipe.layers.report import report
 from jpipe.segments.forced import ForcedPlaces
+from jpipe.segments.leaves import ModelLeaves
 from jpipe.segments.model_loss import ModelLoss
-from jpipe.segments.passages import passages
 from jpipe.segments.placement import Placement, StepGraph
-from jpipe.segments.places import CutError, CutPlace, DataFlow, Roles, narrow
+from jpipe.segments.places import CutError, CutPlace, DataFlow, narrow
 from jpipe.segments.repeated import check_repeated
+from jpipe.segments.segment_program import SegmentProgram, inside_of_writes, owners_of_state, ports_past_others
 from jpipe.segments.trace import Trace, Tracing
-from jpipe.segments.turns import in_turns, stacked, turns_of
+from jpipe.segments.turns import in_turns, stacked
 
 
 def layers_of_model(
@@ -67,12 +63,12 @@ def layers_of_model(
     of_one_state: list[CutPlace] = []
     while True:
         places_there = [there[place.mark] for place in places]
-        owners = _owners_of_state(trained.flow, places)
+        owners = owners_of_state(trained.flow, places)
         parts = [
-            (_SegmentProgram(trained, places, k, owners), _SegmentProgram(evaluated, places_there, k, owners))
+            (SegmentProgram(trained, places, k, owners), SegmentProgram(evaluated, places_there, k, owners))
             for k in range(len(places) + 1)
         ]
-        inside = _inside_of_writes(trained.flow.roles, parts, owners)
+        inside = inside_of_writes(trained.flow.roles, parts, owners)
         if not inside:
             break
         of_one_state += [places[k] for k in inside]
@@ -82,12 +78,12 @@ def layers_of_model(
             f"the model ({model.name}) computes otherwise for inputs of {shapes_text(args)} than for those that it was "
             "cut for: it has other places to cut at. Make a pipeline for these shapes."
         )
-    ports = _ports_past_others((trained, evaluated), (places, places_there), parts)
+    ports = ports_past_others((trained, evaluated), (places, places_there), parts)
     if ports is not None:
         parts = [
             (
-                _SegmentProgram(trained, places, k, owners, ports[0][k]),
-                _SegmentProgram(evaluated, places_there, k, owners, ports[1][k]),
+                SegmentProgram(trained, places, k, owners, ports[0][k]),
+                SegmentProgram(evaluated, places_there, k, owners, ports[1][k]),
             )
             for k in range(len(parts))
         ]
@@ -141,13 +137,13 @@ def steps_of_model(model: Layer, args: tuple, tracing: Tracing, loss: ModelLoss 
 
 def _traces(
     model: Layer, args: tuple, tracing: Tracing, loss: ModelLoss | None, is_checked: bool = False
-) -> tuple[Trace, Trace, "_ModelLeaves"]:
+) -> tuple[Trace, Trace, "ModelLeaves"]:
     """The model in training and in evaluation, and its leaves, with loops over stacked weights as their turns.
 
     Raises:
       ValueError: if `is_checked`, and the model computes otherwise at a second call.
     """
-    trained, leaves = tracing.training(model, args), _ModelLeaves.of(model)
+    trained, leaves = tracing.training(model, args), ModelLeaves.of(model)
     if is_checked:
         paths = [path_text(path) for path in leaves.paths[0]]
         check_repeated(trained, lambda: tracing.training(model, args), model.name, paths)
@@ -163,80 +159,6 @@ def _traces(
     return trained, evaluated, leaves
 
 
-class _Ports(NamedTuple):
-    """The variables that enter and leave a segment in one trace.
-
-    Attributes:
-      data: the activation that it gets, or the inputs of the model.
-      passed_on: the activation that it passes on, or what the model returns and reports.
-      pop: name of a skip connection -> the variable that it gets by it.
-      stash: name of a skip connection -> the variable that it sends by it.
-    """
-
-    data: tuple
-    passed_on: tuple
-    pop: Mapping[str, Any]
-    stash: Mapping[str, Any]
-
-    @classmethod
-    def between(cls, roles: Roles, places: Sequence[CutPlace], k: int) -> "_Ports":
-        """The ports of segment number `k` if all that crosses its places is its activation."""
-        data = places[k - 1].crossing if k else roles.data
-        return cls(data, places[k].crossing if k < len(places) else roles.results, {}, {})
-
-
-def _ports_past_others(
-    traces: tuple[Trace, Trace],
-    places: tuple[Sequence[CutPlace], Sequence[CutPlace]],
-    parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]],
-) -> list[list[_Ports]] | None:
-    """For training and for evaluation the ports of each segment, where values go past segments that do not read them.
-
-    Returns:
-      None if there are no such values, or others cross in evaluation than in training.
-    """
-    known = [list(dict.fromkeys(v for place in here for v in place.crossing)) for here in places]
-    numbers = [{v: n for n, v in enumerate(variables_here)} for variables_here in known]
-    crossing, crossing_there = (
-        [[number[v] for v in place.crossing] for place in here] for here, number in zip(places, numbers, strict=True)
-    )
-    if crossing != crossing_there:
-        return None
-    reads = [
-        {number[v] for part, number in zip(pair, numbers, strict=True) for v in part.read_values if v in number}
-        for pair in parts
-    ]
-    ways = passages(crossing, reads)
-    if not any(way.stash for way in ways):
-        return None
-
-    def ports(trace: Trace, variables_here: Sequence, k: int) -> _Ports:
-        roles, way = trace.flow.roles, ways[k]
-        return _Ports(
-            tuple(variables_here[n] for n in ways[k - 1].activation) if k else roles.data,
-            tuple(variables_here[n] for n in way.activation) if k + 1 < len(ways) else roles.results,
-            {name: variables_here[n] for name, n in way.pop.items()},
-            {name: variables_here[n] for name, n in way.stash.items()},
-        )
-
-    return [
-        [ports(trace, variables_here, k) for k in range(len(ways))]
-        for trace, variables_here in zip(traces, known, strict=True)
-    ]
-
-
-def _inside_of_writes(
-    roles: Roles, parts: Sequence[tuple["_SegmentProgram", "_SegmentProgram"]], owners: Sequence[int]
-) -> set[int]:
-    """The numbers of places that separate the segment that writes a leaf of the state from one that reads it."""
-    inside: set[int] = set()
-    for i, (old, new) in enumerate(zip(roles.state, roles.new_state)):
-        if new is not old:
-            touching = [k for k, segment in enumerate(parts) if any(i in part.state for part in segment)]
-            inside.update(range(min(touching + [owners[i]]), max(touching + [owners[i]])))
-    return inside
-
-
 def _matched(
     here: Sequence[tuple[CutPlace, ...]], there: Sequence[tuple[CutPlace, ...]]
 ) -> list[tuple[tuple[CutPlace, CutPlace], ...]]:
@@ -247,7 +169,7 @@ def _matched(
 
 
 def _named_places(
-    forced: ForcedPlaces | Placement, leaves: "_ModelLeaves", trained: Trace, evaluated: Trace
+    forced: ForcedPlaces | Placement, leaves: "ModelLeaves", trained: Trace, evaluated: Trace
 ) -> list[tuple[CutPlace, CutPlace]]:
     """The places that the user or a placement names, in training and in evaluation."""
     paths = [path_text(path) for path in leaves.paths[0]]
@@ -284,7 +206,7 @@ def _alike(trace: Trace, places: Sequence[tuple[CutPlace, ...]], num_stages: int
     chosen = [first for first, *_ in places]
 
     def text(k: int) -> str:
-        return _SegmentProgram(trace, chosen, k, ()).text
+        return SegmentProgram(trace, chosen, k, ()).text
 
     texts = [text(k) for k in range(len(chosen) + 1)]
     for k, (_, *others) in enumerate(places):
@@ -323,186 +245,13 @@ def _in_periods(places: list[CutPlace], texts: Sequence[str]) -> list[CutPlace]:
     return [place for k, place in enumerate(places) if k not in inside]
 
 
-def _owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
-    """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
-    if not flow.roles.state:
-        return []
-    stops = [place.position for place in places]
-    computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    reading = []
-    for k in range(len(places) + 1):
-        ports = _Ports.between(flow.roles, places, k)
-        reading.append(flow.program.part((*flow.roles.held, *ports.data), ports.passed_on).read())
-    owners = []
-    for old, new in zip(flow.roles.state, flow.roles.new_state):
-        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at:
-            owners.append(bisect.bisect_right(stops, computed_at[new]))
-        else:
-            owners.append(next((k for k, read in enumerate(reading) if old in read), 0))
-    return owners
-
-
-class _SegmentProgram:
-    """A segment in one trace of the model.
-
-    Attributes:
-      trace: of the model.
-      program: of the segment, from all parameters, all of the state, keys, and what crosses the place before it.
-      parameters, state: numbers of those that it reads.
-      ports: what enters and leaves it.
-      written: number of a leaf of the state that it moves -> its new value.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        places: Sequence[CutPlace],
-        k: int,
-        owners: Sequence[int],
-        ports: _Ports | None = None,
-    ):
-        roles, equations = trace.flow.roles, trace.flow.program.equations
-        self.trace, self._is_first, self.is_last = trace, k == 0, k == len(places)
-        self.ports = ports or _Ports.between(roles, places, k)
-        positions = [0, *(place.position for place in places), len(equations)]
-        effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
-        self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
-        given = (*roles.held, *self.ports.data, *self.ports.pop.values())
-        outputs = [*self.ports.passed_on, *self.ports.stash.values(), *self.written.values()]
-        self.program = trace.flow.program.part(given, outputs, effects)
-        read = self.program.read()
-        self.parameters = [i for i, v in enumerate(roles.parameters) if v in read]
-        self.state = [i for i, v in enumerate(roles.state) if v in read]
-
-    @property
-    def read_values(self) -> set:
-        """The variables that its equations read, and that the last segment returns."""
-        read = {v for eqn in self.program.equations for v in variables(eqn.invars)}
-        return read | set(variables(self.program.outputs)) if self.is_last else read
-
-    @functools.cached_property
-    def text(self) -> str:
-        """Segments with equal texts compute the same."""
-        read = self.program.read()
-        inputs = [v for v in self.program.inputs if v in read]
-        return self.program.part(inputs, self.program.outputs).text()
-
-    @property
-    def form(self) -> tuple[int, ...]:
-        """The numbers of values that it gets and passes on, in each way."""
-        data, passed_on, pop, stash = map(len, self.ports)
-        return data, passed_on, pop, stash
-
-    def values(self, parameters: Sequence, state: Sequence, keys: Sequence, args: tuple) -> tuple:
-        """Runs the segment: `(outputs, *stashed)`, what the model reports, and the new state by number.
-
-        Args:
-          parameters: of the whole model, None where the segment reads nothing.
-          state: the same of the state.
-          keys: random keys.
-          args: the activation, and the values of skip connections.
-        """
-        activation, *popped = args
-        data = jax.tree.leaves(activation) if self._is_first or len(self.ports.data) != 1 else [activation]
-        results = iter(self.program(*parameters, *state, *keys, *data, *popped))
-        passed_on = list(itertools.islice(results, len(self.ports.passed_on)))
-        stashed = list(itertools.islice(results, len(self.ports.stash)))
-        written = dict(zip(self.written, results, strict=True))
-        reported: dict = {}
-        if self.is_last:
-            outputs, reported = self.trace.results.unflatten(passed_on)
-        else:
-            outputs = passed_on[0] if len(passed_on) == 1 else tuple(passed_on)
-        return (outputs, *stashed) if stashed else outputs, reported, written
-
-
-class _ModelLeaves(NamedTuple):
-    """The leaves of a model, parameters and then state.
-
-    Attributes:
-      paths: path of each leaf.
-      values: abstract arrays.
-      given: the values that the user gave, or None.
-      specs: names of dims, see `Layer`; None if nothing is named.
-      variables: NNX variables, see `Layer`; None if the model has none.
-      cut: cuts lists of values of a model into their turns.
-    """
-
-    paths: tuple[list[Path], list[Path]]
-    values: tuple[list, list]
-    given: tuple[list, list] | None
-    specs: list | None
-    variables: list | None
-    cut: Callable[[tuple[list, list]], tuple[list, list]] = lambda lists: lists
-
-    @classmethod
-    def of(cls, model: Layer) -> "_ModelLeaves":
-        """The leaves of a bound model."""
-        trees = model.parameters, model.state
-        paths, unnamed = ([p for p, _ in jax.tree.leaves_with_path(tree)] for tree in trees)
-        specs = jax.tree.leaves(model.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        given = None if model.given is None else _lists(model.given)
-        variables = jax.tree.leaves(model.variables, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-        return cls((paths, unnamed), _lists(trees), given, specs or None, variables or None)
-
-    def in_turns(self, parameters: Mapping[int, int], state: Mapping[int, int]) -> "_ModelLeaves":
-        """The leaves, some of them cut into their turns: number of a leaf -> axis."""
-        axes = parameters, state
-        turns = [
-            {i: turns_of(values[i], axis) for i, axis in role_axes.items()}
-            for values, role_axes in zip(self.values, axes)
-        ]
-        cut = functools.partial(_cut_leaves, turns)
-        paths, unnamed = (
-            [
-                path
-                for i, whole in enumerate(role_paths)
-                for path in ([(*whole, turn.key) for turn in role_turns[i]] if i in role_turns else [whole])
-            ]
-            for role_paths, role_turns in zip(self.paths, turns)
-        )
-        specs = None
-        if self.specs is not None:
-            specs = [spec for i, spec in enumerate(self.specs) for spec in _specs_of_turns(spec, turns[0].get(i))]
-        variables = None
-        if self.variables is not None:
-            variables = [v for i, v in enumerate(self.variables) for _ in turns[0].get(i, [None])]
-        given = None if self.given is None else cut(self.given)
-        return _ModelLeaves((paths, unnamed), cut(self.values), given, specs, variables, cut)
-
-    def chosen(self, leaves: Sequence, role: int, numbers: Sequence[int]) -> dict:
-        """Some of the leaves of a role, as a nested dict."""
-        return unflattened((self.paths[role][i], leaves[i]) for i in numbers)
-
-
-def _cut_leaves(turns: Sequence[Mapping[int, list[Turn]]], lists: tuple[list, list]) -> tuple[list, list]:
-    """The parts of the leaves that have turns, and the others as they are."""
-    first, second = (
-        [part for i, leaf in enumerate(leaves) for part in ([t.part(leaf) for t in of[i]] if i in of else [leaf])]
-        for leaves, of in zip(lists, turns)
-    )
-    return first, second
-
-
-def _specs_of_turns(spec: PartitionSpec, turns: Sequence[Turn] | None) -> list[PartitionSpec]:
-    """The names of the dims of each turn of a leaf: a turn has one row."""
-    if turns is None:
-        return [spec]
-    return [PartitionSpec(*(None if dim == turn.axis else name for dim, name in enumerate(spec))) for turn in turns]
-
-
-def _lists(trees: tuple[Any, Any]) -> tuple[list, list]:
-    parameters, state = map(jax.tree.leaves, trees)
-    return parameters, state
-
-
 def _segment(
     model: Layer,
-    leaves: _ModelLeaves,
+    leaves: ModelLeaves,
     k: int,
     mark: tuple,
-    trained: _SegmentProgram,
-    evaluated: _SegmentProgram,
+    trained: SegmentProgram,
+    evaluated: SegmentProgram,
     unread: Sequence[int],
 ) -> Layer:
     """Segment number `k` as a layer, which also has the parameters `unread`."""
@@ -541,7 +290,7 @@ def _segment(
         state,
         train,
         evaluate,
-        init=None if init is None else lambda key: chosen(leaves.cut(_lists(init(key)))),
+        init=None if init is None else lambda key: chosen(leaves.leaves(init(key))),
         given=None if leaves.given is None else chosen(leaves.given),
         options=LayerOptions(segment=mark, stash=tuple(trained.ports.stash), pop=tuple(trained.ports.pop)),
         # The tracer traces equal segments once. The last one returns the outputs in the structure of the model's.
