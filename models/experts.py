@@ -142,7 +142,7 @@ def _exchanged(rows: jax.Array, sizes: jax.Array, num_chosen: int, axes: Axes) -
       axes: the axes of the mesh; without any nothing is sent.
     """
     if not axes:
-        return _Exchanged(rows, _of_positions(sizes.reshape(-1), rows.shape[0]), lambda results: results)
+        return _Exchanged(rows, _group_numbers(sizes.reshape(-1), rows.shape[0]), lambda results: results)
     arriving = lax.all_to_all(sizes, axes, 0, 0, tiled=True)  # [P, L], from each device
     # A position has different experts, so this is the most rows that one device sends to another.
     most = rows.shape[0] // num_chosen * min(num_chosen, sizes.shape[1])
@@ -150,7 +150,7 @@ def _exchanged(rows: jax.Array, sizes: jax.Array, num_chosen: int, axes: Axes) -
     return send(rows, sizes, arriving, most, axes)
 
 
-def _of_positions(sizes: jax.Array, number: int) -> jax.Array:
+def _group_numbers(sizes: jax.Array, number: int) -> jax.Array:
     """The group of each of the first integers, for groups of these sizes one after the other; behind them L."""
     ends = jnp.cumsum(sizes)
     return (jnp.arange(number)[:, None] >= ends[None]).sum(1, dtype=jnp.int32)
@@ -165,8 +165,8 @@ def _send_padded(rows: jax.Array, sizes: jax.Array, arriving: jax.Array, most: i
     is_row = jnp.arange(most)[None] < totals[:, None]
     slots = jnp.where(is_row[..., None], rows[jnp.minimum(index, rows.shape[0] - 1)], 0)  # [P, most, D]
     received = lax.all_to_all(slots, axes, 0, 0, tiled=True).reshape(P * most, D)
-    experts = jax.vmap(lambda sizes: _of_positions(sizes, most))(arriving).reshape(-1)
-    device = _of_positions(totals, rows.shape[0])  # of each row
+    experts = jax.vmap(lambda sizes: _group_numbers(sizes, most))(arriving).reshape(-1)
+    device = _group_numbers(totals, rows.shape[0])  # of each row
     slot = device * most + jnp.arange(rows.shape[0]) - starts[device]
 
     def send_back(results: jax.Array) -> jax.Array:
@@ -185,7 +185,7 @@ def _send_ragged(rows: jax.Array, sizes: jax.Array, arriving: jax.Array, most: i
     back = lax.all_to_all(starts, axes, 0, 0, tiled=True)
     room = jnp.zeros((P * most, D), rows.dtype)
     received = lax.ragged_all_to_all(rows, room, starts, sent, there, got, axis_name=axes)
-    groups = _of_positions(arriving.reshape(-1), P * most)
+    groups = _group_numbers(arriving.reshape(-1), P * most)
     experts = jnp.where(groups < arriving.size, groups % arriving.shape[1], arriving.shape[1])
 
     def send_back(results: jax.Array) -> jax.Array:
