@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.interpreters import ad, batching
 
+from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.layers.equations import loop_counts
 
@@ -98,13 +99,14 @@ def minibatch_mean(value: Any) -> jax.Array:
       ...         self.average[...] = 0.9 * self.average[...] + 0.1 * minibatch_mean(x.mean())
       ...         return x
     """
-    array = jnp.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
+    dtype = getattr(value, "dtype", type(value))
+    if dtype is not float and not (hasattr(value, "dtype") and jnp.issubdtype(dtype, jnp.floating)):
+        got = f"{dtype}{list(value.shape)}" if hasattr(value, "dtype") else shown(value)
         raise ValueError(
-            f"`jpipe.minibatch_mean` takes floating-point numbers, got {array.dtype}{list(array.shape)}. Convert the "
-            "value, such as by `value.astype(jnp.float32)`."
+            f"`jpipe.minibatch_mean` takes floating-point numbers, got {got}. Convert the value, such as by "
+            "`value.astype(jnp.float32)`."
         )
-    array = jax.lax.stop_gradient(array)
+    array = jax.lax.stop_gradient(jnp.asarray(value))
     if not _RECORDS.get():
         return array
     mean, _ = statistics_p.bind(array, jnp.zeros_like(array))  # of equal values: the variance is 0
