@@ -46,7 +46,7 @@ TOPOLOGIES = {
     "v5e:4x8": (4, 8),
     "v5e:16x16": (32, 8),
 }
-STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
+STAGES_PER_DEVICE = {"interleaved": 2, "dual_pipe_v": 2, "zero_bubble_v": 2}
 SCHEDULES = (
     "gpipe",
     "one_f_one_b",

@@ -19,7 +19,7 @@ from models import ResNet, Transformer, UNet
 from models.transformer import Block
 
 TARGET = pathlib.Path(__file__).parent / "gpu_h100.txtpb"
-STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
+STAGES_PER_DEVICE = {"interleaved": 2, "dual_pipe_v": 2, "zero_bubble_v": 2}
 
 
 @dataclasses.dataclass(frozen=True)

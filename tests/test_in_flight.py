@@ -24,6 +24,7 @@ SCHEDULES = {
     "interleaved": jpipe.schedules.interleaved(4, 4),
     "zero_bubble_h1": jpipe.schedules.zero_bubble_h1(2, 4),
     "zero_bubble_h2": jpipe.schedules.zero_bubble_h2(2, 4),
+    "dual_pipe_v": jpipe.schedules.dual_pipe_v(4, 4),
     "zero_bubble_v": jpipe.schedules.zero_bubble_v(4, 4),
     "pipedream": jpipe.schedules.pipedream(2, 4),
     "pipedream_2bw": jpipe.schedules.pipedream_2bw(2, 4),

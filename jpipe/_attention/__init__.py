@@ -18,12 +18,14 @@ from jpipe._attention.seen import Seen
 from jpipe._attention.split import Split
 from jpipe._attention.whole import attention_in_kernel, whole_attention
 from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.mesh import CONTEXT
 
 Segments = jax.Array | tuple[jax.Array, jax.Array]
 Method = Literal["ring", "all_to_all"]
 
 
+@suggests
 def attention(
     query: jax.Array,
     key: jax.Array,

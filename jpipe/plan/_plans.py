@@ -57,9 +57,11 @@ def plans(profile: Profile, machine: Machine, batch_size: int, names: Sequence[s
             continue
         N = batch_size // (size * replicas)
         most = machine.num_devices // replicas
+        # On one device all schedules run in one order, so one of them that has one stage there stands for all.
+        alone = next((name for name in names if 1 in schedules.stages_per_device(name, 1)), names[0] if names else "")
         for name, devices in itertools.product(names, range(1, most + 1)):
-            if devices == 1 and name != names[0]:
-                continue  # on one device all schedules run in one order
+            if devices == 1 and name != alone:
+                continue
             for S, options in _options(name, devices, num_layers):
                 yield Plan(
                     name,

@@ -48,6 +48,15 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
         s3@1  .   .   .   F0  F1  .   .   F2  F3  .   .   .
               .   .   .   B0  B1  .   .   B2  B3  .   .   .
 
+        s0@0  F0  F1  .   .   F2  F3  .   .   .   .   .   .   .       S=4, N=4, overlapped
+              .   .   .   .   .   .   .   B0  B1  .   .   B2  B3
+        s1@1  .   F0  F1  .   .   F2  F3  .   .   .   .   .   .
+              .   .   .   .   .   .   B0  B1  .   .   B2  B3  .
+        s2@0  .   .   F0  F1  .   .   F2  F3  .   .   .   .   .
+              .   .   .   .   .   B0  B1  .   .   B2  B3  .   .
+        s3@1  .   .   .   F0  F1  .   .   F2  F3  .   .   .   .
+              .   .   .   .   B0  B1  .   .   B2  B3  .   .   .
+
         s0@0  F0  F1  .   .   .   .   .   .   .   .   B0  W0  B1  W1  S=4, N=2, unit
         s1@1  .   F0  F1  .   .   .   .   .   .   B0  W0  B1  W1  .
         s2@0  .   .   F0  F1  .   B0  W0  .   B1  W1  .   .   .   .

@@ -28,6 +28,11 @@ def one_f_one_b(
         s1 .  F0 F1 F2 F3 .
            .  B0 B1 B2 B3 .
 
+        s0 F0 F1 F2 F3 .  .  .           S=2, N=4, overlapped
+           .  .  .  B0 B1 B2 B3
+        s1 .  F0 F1 F2 F3 .  .
+           .  .  B0 B1 B2 B3 .
+
         s0 F0 .  F1 B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3           S=2, N=4, unit
         s1 .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .
 

@@ -91,7 +91,7 @@ def test_every_schedule_fits_one_device():
     fitting, refused = timing.schedules(4)
     assert set(fitting) == set(jpipe.schedules.names()) and not refused
     two_stages = {name for name, num_stages in fitting.items() if num_stages == 2}
-    assert two_stages == {"interleaved", "zero_bubble_v"}
+    assert two_stages == {"interleaved", "dual_pipe_v", "zero_bubble_v"}
 
 
 def test_a_schedule_that_does_not_fit_has_a_reason(monkeypatch):

@@ -332,7 +332,7 @@ def test_a_warning_is_one_line_on_stderr(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "name a schedule (gpipe, "),
+        ("", "name a schedule (dual_pipe_v, gpipe, "),
         ("gpip --stages 4 --microbatches 8", "Did you mean 'gpipe'?"),
         ("gpipe", "gpipe needs --stages and --microbatches"),
         ("gpipe --stages 4", "gpipe needs --stages and --microbatches"),
@@ -347,7 +347,7 @@ def test_a_warning_is_one_line_on_stderr(capsys):
         ),
         (
             "one_f_one_b --stages 4 --microbatches 8 --option ticks=half",
-            "`ticks` must be 'paired' or 'unit', got 'half'",
+            "`ticks` must be 'paired', 'unit' or 'overlapped', got 'half'",
         ),
         (
             "forward_only --stages 4 --microbatches 8 --option device=x",

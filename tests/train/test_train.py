@@ -421,14 +421,14 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
 def test_a_run_that_cannot_write_trains_to_its_end_and_says_so(tmp_path, monkeypatch, capsys, fault):
     function, calls, run_dir = script.record, [], tmp_path / "run"
 
-    def record(*args):
+    def record(*args, **options):
         calls.append(args)
         if len(calls) == 3:
             if fault == "full disk":
                 limits.enter_context(file_size_limit(1000))
             elif fault == "removed folder":
                 shutil.rmtree(run_dir)
-        function(*args)
+        function(*args, **options)
 
     def save(path):
         with file_size_limit(1000):
