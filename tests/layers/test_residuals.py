@@ -105,6 +105,7 @@ def bytes_of(stash):
 @pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("rereads_weights", [False, True])
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sampled(3, others="exhaustive")
 def test_no_stash_is_cheaper(seed, rereads_weights, products):
     program = random_program(seed, products)
     varying = varying_of(program)

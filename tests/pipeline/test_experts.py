@@ -126,7 +126,7 @@ CASES = [
     # axes of the mesh, kind, schedule, rules
     ({"expert": 2, "data": 2}, BIAS, "1f1b", None),
     ({"fsdp": 2, "expert": 2}, DROPLESS, "zero bubble", OVER_BOTH),
-    ({"expert": 2, "model": 2}, CAPACITY, "gpipe", None),
+    exhaustive({"expert": 2, "model": 2}, CAPACITY, "gpipe", None),
     exhaustive({}, BIAS, "1f1b", None),
     exhaustive({"expert": 1}, DROPLESS, "gpipe", None),
     exhaustive({"expert": 4}, DROPLESS, "1f1b", None),
@@ -262,6 +262,7 @@ def test_a_device_has_its_experts():
     assert record.split["expert"] == E * D * F * 2 / (E * D * F * 2 + D * E + 2 * D)
 
 
+@pytest.mark.exhaustive
 def test_layers_are_measured_alone():
     """On one device, where `jax.vmap` computes the exchanges: the FLOPs of all devices together."""
     first = batches()[0]
