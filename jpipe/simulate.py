@@ -305,8 +305,9 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
-    waiting = work + _exposed(schedule, length)
-    transfer += waiting.max(axis=1) - work.max(axis=1)
+    if length["exchange"].any():
+        waiting = work + _exposed(schedule, length)
+        transfer += waiting.max(axis=1) - work.max(axis=1)
     for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing

@@ -12,7 +12,6 @@ References:
   Dao et al., FlashAttention, 2022, arXiv:2205.14135 (the backward).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -224,11 +223,6 @@ def heads_last(query: jax.Array) -> jax.Array:
 def keys_first(key: jax.Array) -> jax.Array:
     """`[B, M, K, D]` -> `[B, K, M, D]`, and its inverse."""
     return key.swapaxes(1, 2)
-
-
-def default_scale(query: jax.Array) -> float:
-    """The usual factor of scores."""
-    return 1 / math.sqrt(query.shape[-1])
 
 
 def _product(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
+from jpipe.schedules.list_scheduling import Job, inputs
 
 
 def refusal(num_stages: int, num_microbatches: int) -> str | None:
@@ -92,7 +93,7 @@ def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
             d
             for d in range(D)
             if cells[d]
-            and all(number[source] > number[o] for o in cells[d][0].operations for source in _sources(*o, S))
+            and all(number[source[:2]] > number[o] for o in cells[d][0].operations for source in inputs(Job(*o, 0), S))
         ]
         for d in due:
             cell = cells[d].popleft()
@@ -153,9 +154,3 @@ def _cells(d: int, D: int, N: int) -> Iterator[_Cell]:
         yield _Cell(None, s, weight_grad=i <= d)
     yield from [_Cell(weight_grad=True), _Cell(backward=down)] * after
     yield from [_Cell(weight_grad=True)] * (d + 1)
-
-
-def _sources(kind: str, s: int, num_stages: int) -> list[tuple[str, int]]:
-    """The operations of a microbatch whose results one reads."""
-    sources = [("forward", s - 1)] if kind == "forward" else [("forward", s), ("backward", s + 1)]
-    return [(k, r) for k, r in sources if 0 <= r < num_stages]

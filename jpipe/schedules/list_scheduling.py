@@ -129,7 +129,7 @@ def list_schedule(
             if not equal:
                 # Times are no ticks: the device keeps its order, and each operation takes the first tick after its
                 # inputs.
-                after = [ticks[o.kind][m, o.stage] + 1 for o in _inputs(operation, S)]
+                after = [ticks[o.kind][m, o.stage] + 1 for o in inputs(operation, S)]
                 tick = max(next_tick[d], *after, 0)
                 next_tick[d] = int(tick) + 1
             ticks[kind][m, s] = tick
@@ -169,7 +169,7 @@ class _Ahead:
         self._readers: dict[tuple[str, int], list[tuple[str, int]]] = {key: [] for key in self._ends}
         for kind, s in self._ends:
             self._inputs[kind, s] = []
-            for source, r, _ in _inputs(Job(kind, s, 0), S):
+            for source, r, _ in inputs(Job(kind, s, 0), S):
                 transfer = float(lengths[TRANSFERS[source]][min(r, s)])
                 seconds = transfer if device[r] != device[s] else 0.0
                 self._inputs[kind, s].append((self._ends[source, r], seconds))
@@ -220,7 +220,7 @@ class _Ahead:
         self._readable_from[key] = time
 
 
-def _inputs(operation: Job, num_stages: int) -> list[Job]:
+def inputs(operation: Job, num_stages: int) -> list[Job]:
     """The operations whose results an operation reads."""
     kind, s, m = operation
     sources = {
