@@ -35,6 +35,28 @@ def wrong_ticks(ticks: str, known: Mapping[str, str] = TICKS) -> str | None:
     )
 
 
+def wrong_counts_or_halves(title: str, num_stages: int, num_microbatches: int) -> str | None:
+    """The refusal of the schedule called `title`, which puts two stages on each device."""
+    wrong = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    if wrong or num_stages % 2 == 0:
+        return wrong
+    return (
+        f"`num_stages` of {title} must be even, got {shown(num_stages)}: `num_stages` counts the "
+        f"stages of all devices, and every device has two. Use {num_stages + 1}."
+    )
+
+
+def down_and_up(num_stages: int) -> list[int]:
+    """The device of each stage, if device d has the stages d and S - 1 - d.
+
+    Example:
+      >>> down_and_up(6)
+      [0, 1, 2, 2, 1, 0]
+    """
+    half = num_stages // 2
+    return [*range(half), *reversed(range(half))]
+
+
 def wrong_counts_or_replicas(
     num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None
 ) -> str | None:

@@ -7,23 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe._table.cells import IDLE
-from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
-from jpipe.schedules.arguments import raise_refusal
+from jpipe.schedules.arguments import down_and_up, raise_refusal, wrong_counts_or_halves
 from jpipe.schedules.list_scheduling import Job, inputs
 
 
 def refusal(num_stages: int, num_microbatches: int) -> str | None:
     """The reason why `dual_pipe_v` refuses these counts; None if it accepts them."""
-    if wrong := wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches):
+    if wrong := wrong_counts_or_halves("DualPipe-V", num_stages, num_microbatches):
         return wrong
-    if num_stages % 2:
-        return (
-            f"`num_stages` of DualPipe-V must be even, got {shown(num_stages)}: `num_stages` counts the "
-            f"stages of all devices, and every device has two. Use {num_stages + 1}."
-        )
     if num_microbatches < num_stages:
         return (
             f"`num_microbatches` of DualPipe-V must be at least its {num_stages} stages, got "
@@ -106,8 +100,7 @@ def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
             if cell.weight_grad:
                 ticks["weight_grad"][waiting[d].popleft()] = tick
         tick += 1
-    device = [*range(D), *reversed(range(D))]
-    return Schedule.from_ticks("dual_pipe_v", **ticks, device=device)
+    return Schedule.from_ticks("dual_pipe_v", **ticks, device=down_and_up(S))
 
 
 _KINDS = ("forward", "backward", "weight_grad")

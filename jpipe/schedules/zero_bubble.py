@@ -1,10 +1,11 @@
 """Zero-bubble schedules: weight gradients wait, and run where a device would be idle."""
 
-from jpipe._table.counts import check_counts, wrong_counts
-from jpipe._util.foreign import shown
+import functools
+
+from jpipe._table.counts import check_counts
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
-from jpipe.schedules.arguments import raise_refusal
+from jpipe.schedules.arguments import down_and_up, raise_refusal, wrong_counts_or_halves
 from jpipe.schedules.list_scheduling import Job, Progress, Rule, list_schedule
 
 
@@ -123,15 +124,8 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule.from_ticks("zero_bubble_h2", **ticks)
 
 
-def refusal_of_v(num_stages: int, num_microbatches: int) -> str | None:
-    """The reason why `zero_bubble_v` refuses these counts; None if it accepts them."""
-    wrong = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    if wrong or num_stages % 2 == 0:
-        return wrong
-    return (
-        f"`num_stages` of ZB-V must be even, got {shown(num_stages)}: `num_stages` counts the "
-        f"stages of all devices, and every device has two. Use {num_stages + 1}."
-    )
+refusal_of_v = functools.partial(wrong_counts_or_halves, "ZB-V")
+"""The reason why `zero_bubble_v` refuses its counts; None if it accepts them."""
 
 
 @suggests
@@ -181,7 +175,5 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       arXiv:2405.15362, has V-shaped schedules of less memory, and calls this one V-ZB.
     """
     raise_refusal(refusal_of_v(num_stages, num_microbatches))
-    half = num_stages // 2
-    device = [*range(half), *reversed(range(half))]
-    ticks = list_schedule(device, num_microbatches, _backward_first(num_stages))
+    ticks = list_schedule(down_and_up(num_stages), num_microbatches, _backward_first(num_stages))
     return Schedule.from_ticks("zero_bubble_v", **ticks)
