@@ -118,6 +118,13 @@ class LayerProgram:
         rerun = dataclasses.replace(self.rerun, reads_weights=weights)
         return self if rerun == self.rerun else self.made(rerun)
 
+    def outputs_on(self, differentiated: Collection[int]) -> list[bool]:
+        """For each output whether it depends on parameters that are trained, or on inputs at some positions."""
+        inputs = self.forward_equations.inputs
+        positions = (*self.trained, *(len(self.parameters) + i for i in differentiated))
+        depending = self.forward_equations.depending_on(inputs[j] for j in positions)
+        return [not depending.isdisjoint(variables([y])) for y in self.forward_equations.outputs[: len(self.outputs)]]
+
     @property
     def frozen(self) -> tuple[int, ...]:
         """Positions in `parameters` of those without gradients."""
@@ -147,8 +154,8 @@ def trace_layer(
     frozen: Collection[int] = (),
     constants: Sequence[int] = (),
     has_aux: bool = False,
-    input_grads: bool = True,
-    zero_input_grads: bool = False,
+    differentiated: Collection[int] | None = None,
+    zero_input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
     products: Callable[[int, int], bool] | None = None,
     rerun: Rerun = ELEMENTWISE_ONLY,
@@ -158,16 +165,16 @@ def trace_layer(
     Args:
       function: the layer, from and to pytrees.
       parameters: pytree of abstract arrays, all inexact.
-      inputs: pytree of abstract arrays; the inexact leaves are differentiated.
+      inputs: pytree of abstract arrays.
       extra: pytree of abstract arrays that are not differentiated (the loss's batch, a layer's
         state and key).
       frozen: positions of leaves of `parameters` that never change, and have no gradients.
       constants: positions of leaves of `extra` that never change, such as state that no call writes.
       has_aux: whether the function returns `(outputs, aux)`; aux is a pytree of arrays that are not
         differentiated.
-      input_grads: False drops the gradient of the inputs, and the equations that only it needs (a
-        model's first layer).
-      zero_input_grads: whether zeros stand in the place of a dropped gradient.
+      differentiated: positions of leaves of `inputs` whose gradients something reads; others have none.
+        None: all inexact leaves.
+      zero_input_grads: whether zeros stand in the place of the gradients of the other inexact leaves.
       policy: one of `jax.checkpoint_policies`. The layer stashes its inputs and the values that the
         policy saves, and its backward computes all other values again. None stashes every residual.
       products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
@@ -182,11 +189,13 @@ def trace_layer(
       OrderedEffectError: if the function has ordered side effects.
     """
     arguments = Arguments.flatten(parameters, inputs, extra)
-    forward = trace_forward(function, arguments, has_aux, input_grads, policy, frozen)
+    inexact = {i: x for i, x in enumerate(arguments.inputs) if is_inexact(x)}
+    computed = [i for i in inexact if differentiated is None or i in differentiated]
+    forward = trace_forward(function, arguments, has_aux, computed, policy, frozen)
     check_offload(forward.residuals)
     check_effects(forward.equations)
-    zeros = [x for x in arguments.inputs if zero_input_grads and is_inexact(x)]
-    traced = trace_backward(forward, zeros)
+    zeros = {i: x for i, x in inexact.items() if zero_input_grads and i not in computed}
+    traced = trace_backward(forward, computed, zeros)
     trained = tuple(j for j in range(len(arguments.parameters)) if j not in frozen)
     backward, gradients = with_products(
         traced,

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.layers.avals import cast, real_dtype
+from jpipe.layers.avals import cast, is_inexact, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on, unannotated_on
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.call_arguments import arguments_text
@@ -21,7 +21,7 @@ from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.state_update import StateUpdate, trace_state
-from jpipe.layers.trainable import ALL, Trainable
+from jpipe.layers.trainable import Trainable
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.mesh import compilers_part
 
@@ -87,22 +87,41 @@ class Tracer:
         return outputs
 
     def drop_input_grads(self) -> None:
-        """Traces the first layers without gradients of their inputs, which nothing reads.
+        """Traces layers without the gradients of inputs that nothing reads: inputs that depend on no trained parameter.
 
-        They are the first layer, and with frozen parameters all up to the first layer that is trained. Of a kind that
-        later layers have too, the gradient is computed.
+        Such are those of the first layer, a mask that every layer hands on, and the results of layers that are frozen.
+        If layers of one kind differ, the kind has the gradients of all.
         """
-        first = 0
-        if self.trainable is not ALL:
-            first = next(i for i, k in enumerate(self.kind_of_layer) if self.layer_kinds[k].trained)
-        for k in dict.fromkeys(self.kind_of_layer[: first + 1]):
-            i, *others = (i for i, kind in enumerate(self.kind_of_layer) if kind == k)
-            if max([i, *others]) <= first:
-                # Layers before take zeros, as messages hold them.
-                zero = i > 0 or bool(others)
-                self.layer_kinds[k] = self._trace(
-                    i, self._args[i], self.mutable[k], input_grads=False, zero_input_grads=zero
-                )
+        layers_of: dict[int, list[int]] = {}
+        wanted: dict[int, set[int]] = {}
+        for i, differentiated in enumerate(self._differentiated()):
+            layers_of.setdefault(self.kind_of_layer[i], []).append(i)
+            wanted.setdefault(self.kind_of_layer[i], set()).update(differentiated)
+        for k, layers in layers_of.items():
+            if all(i in wanted[k] for i, x in enumerate(self.layer_kinds[k].inputs) if is_inexact(x)):
+                continue
+            # Layers before take zeros, as messages hold them.
+            self.layer_kinds[k] = self._trace(
+                layers[0],
+                self._args[layers[0]],
+                self.mutable[k],
+                differentiated=wanted[k],
+                zero_input_grads=layers != [0],
+            )
+
+    def _differentiated(self) -> Iterator[Sequence[int]]:
+        """For each layer the positions of inexact inputs that depend on a trained parameter."""
+        outputs: Any = jax.tree.map(lambda _: False, self._args[0][0])
+        stashed: dict[str, Any] = {}
+        for i, k in enumerate(self.kind_of_layer):
+            program, layer = self.layer_kinds[k], self.layers[i]
+            flags = jax.tree.leaves((outputs, *(stashed[name] for name in layer.pop)))
+            differentiated = [
+                j for j, (x, flag) in enumerate(zip(program.inputs, flags, strict=True)) if flag and is_inexact(x)
+            ]
+            yield differentiated
+            outputs, *values = program.output_tree.unflatten(program.outputs_on(differentiated))
+            stashed |= zip(layer.stash, values, strict=True)
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
@@ -172,7 +191,7 @@ class Tracer:
             self.specs.append(spec)
         return kind
 
-    def _trace(self, i: int, args: tuple, update: StateUpdate, **options: bool) -> LayerProgram:
+    def _trace(self, i: int, args: tuple, update: StateUpdate, **options: Any) -> LayerProgram:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:

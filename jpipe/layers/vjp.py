@@ -1,6 +1,6 @@
 """The forward and the backward of a layer as equations, traced by `jax.vjp`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,12 +86,11 @@ def trace_forward(
     function: Callable[..., Any],
     arguments: Arguments,
     has_aux: bool,
-    input_grads: bool,
+    differentiated: Sequence[int],
     policy: Callable[..., Any] | None,
     frozen: Collection[int] = (),
 ) -> Forward:
     trees: dict[str, Any] = {}
-    differentiated = [i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)]
     trained = [i for i in range(len(arguments.parameters)) if i not in frozen]
 
     def call(ps: list, xs: list, es: list) -> tuple[list, list]:
@@ -149,12 +148,13 @@ def _without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
     return saves
 
 
-def trace_backward(forward: Forward, zeros: Sequence = ()) -> Equations:
+def trace_backward(forward: Forward, differentiated: Sequence[int], zeros: Mapping[int, Any]) -> Equations:
     """The backward: residuals and output gradients to gradients of parameters, then of inputs.
 
     Args:
       forward: the forward.
-      zeros: abstract inputs whose gradients are zeros.
+      differentiated: positions of the inputs whose gradients it computes, as for `trace_forward`.
+      zeros: position -> abstract input, of those whose gradients are zeros.
     """
     num_residuals = len(forward.residuals)
 
@@ -164,8 +164,10 @@ def trace_backward(forward: Forward, zeros: Sequence = ()) -> Equations:
             next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in forward.outputs
         ]
         vjp = from_numbers(jax.tree.unflatten(forward.vjp_tree, leaves))
-        parameter_grads, input_grads = vjp(output_grads)
-        return [*parameter_grads, *input_grads, *(jnp.zeros(x.shape, x.dtype) for x in zeros)]
+        parameter_grads, computed = vjp(output_grads)
+        input_grads = dict(zip(differentiated, computed, strict=True))
+        input_grads |= {i: jnp.zeros(x.shape, x.dtype) for i, x in zeros.items()}
+        return [*parameter_grads, *(input_grads[i] for i in sorted(input_grads))]
 
     output_grads = [y for y in forward.outputs if is_inexact(y)]
     return Equations.trace(backward, *(aval_of(v) for v in forward.residuals), *output_grads)

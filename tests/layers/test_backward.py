@@ -101,7 +101,8 @@ def traced(name, input_grads=True, policy="none"):
         function,
         abstract(parameters),
         abstract(inputs),
-        input_grads=input_grads,
+        differentiated=None if input_grads else (),
+        zero_input_grads=False,
         policy=POLICIES[policy],
     )
 

@@ -146,7 +146,13 @@ def gradient_print(seen):
 def test_effects_of_the_backward_run_once_in_its_first_half(input_grads):
     seen: list = []
     identity = gradient_print(seen)
-    program = trace_layer(lambda p, x, _: identity(x @ p), WEIGHTS, AVAL, input_grads=input_grads)
+    program = trace_layer(
+        lambda p, x, _: identity(x @ p),
+        WEIGHTS,
+        AVAL,
+        differentiated=None if input_grads else (),
+        zero_input_grads=False,
+    )
     _, stash, _ = program.forward_and_stash(*ONES)
     gradient = [jnp.full((2, D), 3.0)]
     _, split_residuals = program.input_grad(ONES[0], stash, gradient)

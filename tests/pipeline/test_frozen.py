@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import assert_close, timed, use_target
 
 import jpipe
+from jpipe.layers.trace import forward_and_backward
 from jpipe.plan import Machine, predict
 
 KEY = jax.random.key(3)
@@ -268,6 +269,98 @@ def test_products():
     assert count([NONE, True, BOTH]) == 2 + 1  # nothing before the second dense layer is trained
     assert count([BOTH, True, NONE]) == 2 + 1 + 1
     assert count([NONE, True, BIAS]) == 2
+
+
+def masked():
+    """A layer of `(x, mask)` that hands the mask on."""
+
+    def apply(p, xs):
+        x, mask = xs
+        return x + jnp.tanh(x @ p["kernel"] + mask @ p["kernel"]), mask
+
+    return jpipe.InitApply(lambda key, xs: {"kernel": jax.random.normal(key, (DIM, DIM)) / 3}, apply, name="masked")
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_mask_that_layers_hand_on_has_no_gradient(num_stages):
+    """Products of a layer: of the two values with the kernel, for the kernel twice, and for `x` once."""
+    data = batches()[0]
+    batch = {"inputs": (data["inputs"], data["inputs"][::-1]), "targets": data["targets"]}
+    layers = [masked(), masked(), lambda xs: xs[0]]
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        schedule=jpipe.schedules.gpipe(num_stages, N),
+        boundaries=[1][: num_stages - 1],
+    )
+    assert traced_products(pipe, batch) == [2 + 2 + 1, 2 + 2 + 1, 0]
+    state = pipe.init(KEY, batch)
+    before = pipe.get_params(state)
+
+    def plain_loss(params):
+        xs = batch["inputs"]
+        for layer, p in zip(layers, params[:2]):
+            xs = layer.apply(p, xs)
+        return loss(xs[0], batch)
+
+    want, gradients = jax.value_and_grad(plain_loss)(before)
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert_close(pipe.get_params(state), jax.tree.map(lambda a, g: a - 0.1 * g, before, gradients), "float32")
+
+
+def traced_products(pipe, batch):
+    """For each layer the products of its forward and its backward."""
+    traced = pipe._program(batch).traced
+
+    def count(kind):
+        function, arguments = forward_and_backward(kind)
+        return str(jax.make_jaxpr(function)(*arguments)).count("dot_general[")
+
+    return [count(traced.layer_kinds[k]) for k in traced.kind_of_layer]
+
+
+class Towers(nnx.Module):
+    """The tower that comes second in the trace may be frozen."""
+
+    def __init__(self, rngs):
+        self.right, self.left = (
+            nnx.List([nnx.Linear(DIM, DIM, use_bias=False, rngs=rngs) for _ in range(2)]) for _ in range(2)
+        )
+
+    def __call__(self, inputs, targets):
+        x, y = inputs, targets
+        for layer in self.right:
+            x = jnp.tanh(layer(x))
+        for layer in self.left:
+            y = jnp.tanh(layer(y))
+        return x * y
+
+
+@pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 1), ("one_f_one_b", 2), ("zero_bubble_h1", 2)])
+def test_a_frozen_tower_has_no_backward(schedule, num_stages):
+    """It is not among the first layers: its products are those of the forward alone."""
+    model, batch = Towers(nnx.Rngs(0)), batches()[0]
+    pipe = jpipe.Pipeline(
+        model,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        schedule=schedule_named(schedule, num_stages, N),
+        trainable=lambda path, _: path[0] == "right",
+    )
+    assert sum(traced_products(pipe, batch)) == 4 + 2 + 1  # forward; for two kernels; between the two
+    graph, params = nnx.split(model)
+    params = nnx.to_pure_dict(params)
+
+    def plain_loss(right):
+        merged = nnx.merge(graph, nnx.State({**params, "right": right}))
+        return loss(merged(batch["inputs"], batch["targets"]), batch)
+
+    gradients = jax.grad(plain_loss)(params["right"])
+    want = {**params, "right": jax.tree.map(lambda a, g: a - 0.1 * g, params["right"], gradients)}
+    state, _ = pipe.step(pipe.init(KEY, batch), batch)
+    assert_close(pipe.get_params(state), want, "float32")
 
 
 def test_first_layers_keep_nothing_for_a_backward():
