@@ -6,6 +6,7 @@ A step is a product or a lookup in a table. `jpipe._util.entry_points` names `pl
 `boundaries_by_placement`; `Pipeline` calls them.
 """
 
+import bisect
 import math
 import statistics
 import time
@@ -31,6 +32,8 @@ MOST_IDEALS = 4096
 """Nodes are merged until the graph has at most so many ideals, for which the solver takes seconds."""
 MOST_NODES = 64
 """Nodes are merged until there are at most so many, because each kind of them is compiled and measured."""
+LEAST_GAIN = 0.05
+"""The share of seconds by which a placement must be faster than the best chain; two measurements differ by less."""
 MIN_SECONDS = 0.2
 """Seconds for which each program of a node is measured, at least."""
 NETWORK = 12.5e9
@@ -71,29 +74,73 @@ def placement_of(settings: Settings, microbatch: Any, key_impl: Any, memory_limi
       Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
       arXiv:2006.16423, section 5.1.1.
     """
-    num_stages = settings.schedule.num_stages
-    graph = settings.steps(microbatch, key_impl)
-    nodes = merged_steps(graph, num_stages)
-    if len(nodes) < num_stages:
-        raise CutError(
-            f"{settings.model} can be placed on at most {len(nodes)} stages, and the schedule has {num_stages}: every "
-            "stage needs a product, or a lookup in a table. Use fewer stages, or give the model as a list of layers."
-        )
-    node_of = {number: k for k, items in enumerate(nodes) for item in items for number in graph.steps[item]}
-    fine = Placement(tuple(node_of[number] for number in range(len(node_of))), is_all=True)
-    in_nodes = settings.placed(fine)
-    costs = costs_of(in_nodes, in_nodes.trace(microbatch, key_impl), microbatch)
-    pairs = {(before, item) for item, needs in graph.needs.items() for before in needs}
-    order = {(node_of[graph.steps[a][0]], node_of[graph.steps[b][0]]) for a, b in pairs}
-    crossing = graph.crossing(graph.groups(dict(enumerate(fine.groups)), len(nodes)), len(nodes))
-    stages = solved(Problem(costs, crossing, order, bandwidth_of(settings)), num_stages, memory_limit)
-    stage_of = {k: stage for stage, members in enumerate(stages) for k in members}
-    *of_nodes, of_loss = costs.seconds
-    seconds = [math.fsum(of_nodes[k] for k in members) for members in stages]
+    model = _Model(settings, microbatch, key_impl, settings.steps(microbatch, key_impl), bandwidth_of(settings))
+    cuts = [model.placed(memory_limit), *model.chain()]
+    # Nodes are measured alone, and XLA makes other programs of stages. So the stages of both cuts are measured too.
+    problems = {groups: model.measured(groups) for groups in cuts}
+    limit = math.inf if memory_limit is None else memory_limit
+
+    def rank(groups: tuple[int, ...]) -> tuple[bool, float]:
+        problem = problems[groups]
+        gain = LEAST_GAIN if groups == cuts[0] else 0
+        return max(problem.costs.memory) > limit, max(problem.stage_loads) * (1 + gain)
+
+    groups = min(problems, key=rank)
+    *seconds, of_loss = problems[groups].costs.seconds
     seconds[-1] += of_loss
-    groups = tuple(stage_of[k] for k in fine.groups)
-    held = graph.groups_of_held(graph.groups(dict(enumerate(groups)), num_stages))
+    num_stages = settings.schedule.num_stages
+    held = model.graph.groups_of_held(model.graph.groups(dict(enumerate(groups)), num_stages))
     return Placement(groups, held, tuple(seconds))
+
+
+class _Model(NamedTuple):
+    """A whole model, whose steps are in groups: nodes, or stages."""
+
+    settings: Settings
+    microbatch: Any
+    key_impl: Any
+    graph: StepGraph
+    bandwidth: float
+
+    def measured(self, groups: tuple[int, ...]) -> "Problem":
+        """The groups as the nodes of a problem, each measured as one program."""
+        graph, number = self.graph, 1 + max(groups)
+        settings = self.settings.placed(Placement(groups, is_all=True))
+        costs = costs_of(settings, settings.trace(self.microbatch, self.key_impl), self.microbatch)
+        group_of = {item: groups[numbers[0]] for item, numbers in graph.steps.items()}
+        order = {(group_of[before], group_of[item]) for item, needs in graph.needs.items() for before in needs}
+        crossing = graph.crossing(graph.groups(dict(enumerate(groups)), number), number)
+        return Problem(costs, crossing, order, self.bandwidth)
+
+    def placed(self, memory_limit: float | None) -> tuple[int, ...]:
+        """The stage of each step, as the solver of device placement chooses it."""
+        num_stages, steps = self.settings.schedule.num_stages, self.graph.steps
+        nodes = merged_steps(self.graph, num_stages)
+        if len(nodes) < num_stages:
+            raise CutError(
+                f"{self.settings.model} can be placed on at most {len(nodes)} stages, and the schedule "
+                f"has {num_stages}: every stage needs a product, or a lookup in a table. Use fewer stages, or give the "
+                "model as a list of layers."
+            )
+        node_of = {number: k for k, items in enumerate(nodes) for item in items for number in steps[item]}
+        in_nodes = tuple(node_of[number] for number in range(len(node_of)))
+        stages = solved(self.measured(in_nodes), num_stages, memory_limit)
+        stage_of = {k: stage for stage, members in enumerate(stages) for k in members}
+        return tuple(stage_of[k] for k in in_nodes)
+
+    def chain(self) -> list[tuple[int, ...]]:
+        """The stage of each step in the best cut between neighbours of the trace; none if there are too few places."""
+        num_steps = len(self.graph.flow.steps)
+        # The order of the trace, without marks of the user.
+        settings = self.settings.placed(Placement((0,) * num_steps))
+        try:
+            traced = settings.trace(self.microbatch, self.key_impl)
+        except CutError:
+            return []
+        starts = boundaries_by_placement(settings, traced, self.microbatch)
+        marks = [traced.layers[start - 1].options.segment or () for start in starts]
+        last_steps = [number for number, *_ in marks]
+        return [tuple(bisect.bisect_left(last_steps, number) for number in range(num_steps))]
 
 
 def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatch: Any) -> list[int]:
@@ -279,6 +326,12 @@ class Problem(NamedTuple):
         crossing = [v for v in self.crossing if len({k in inside for k in (v.group, *v.readers)}) == 2]
         seconds = self.costs.seconds
         return math.fsum([*(seconds[k] for k in members), *map(self.transfer, crossing)])
+
+    @property
+    def stage_loads(self) -> list[float]:
+        """Seconds of each node, as a stage of its own; the last one has the loss too."""
+        last = self.number - 1
+        return [self.load([k, self.number] if k == last else [k]) for k in range(self.number)]
 
     @property
     def graph(self) -> Graph:

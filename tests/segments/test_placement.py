@@ -281,6 +281,45 @@ def test_evaluation_may_lack_products_of_training():
 # -- The cut
 
 
+class Uneven(nnx.Module):
+    """Two towers, each of which is half of the work; the trace has one inside of the other."""
+
+    def __init__(self, *, rngs):
+        self.left = nnx.List([nnx.Linear(6, 18, rngs=rngs), nnx.Linear(18, 2, rngs=rngs)])
+        self.right = nnx.List([nnx.Linear(6, 11, rngs=rngs), nnx.Linear(11, 6, rngs=rngs)])
+
+    def __call__(self, inputs, other):
+        x = self.left[0](inputs)
+        y = self.right[1](self.right[0](other))
+        return self.left[1](x) * y.mean()
+
+
+class Marked(Uneven):
+    """The user's marks do not count."""
+
+    def __call__(self, inputs, other):
+        return jpipe.stage_end(super().__call__(jpipe.stage_end(inputs), other))
+
+
+@pytest.mark.parametrize("make", [Uneven, Marked])
+@pytest.mark.parametrize(("factor", "is_chain"), [(1.0, False), (2.0, True)])
+def test_the_better_cut_as_measured_is_chosen(make, factor, is_chain, monkeypatch):
+    """Stages with branches may be slower than the sum of their nodes; then the trace is cut as it is."""
+    in_order = placement.costs_of
+
+    def costs_of(settings, traced, microbatch):
+        costs, groups = in_order(settings, traced, microbatch), settings.model.placement.groups
+        slower = factor if list(groups) != sorted(groups) else 1.0
+        return costs._replace(forward=tuple(slower * s for s in costs.forward))
+
+    monkeypatch.setattr(placement, "costs_of", costs_of)
+    pipe = pipeline(make(rngs=nnx.Rngs(0)), 2)
+    program = pipe._program(CASES["towers"][1])
+    groups = program.settings.model.placement.groups
+    assert (list(groups) == sorted(groups)) == is_chain
+    assert len(pipe.partition(CASES["towers"][1])) == 2
+
+
 def small_graph(function, *shapes):
     """The steps of a function of two matrices and some arrays."""
     layer = jpipe.InitApply(
