@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.layers import collectives, constraint, convolution, mapped
+from jpipe.layers import collectives, constraint, convolution, kernels, mapped
 from jpipe.layers.expressions import (
     CALLS,
     CHECKPOINT,
@@ -399,6 +399,8 @@ def _without_mesh(eqn: Any) -> Any:
         eqn = constraint.without_mesh(eqn)
     elif eqn.primitive.name == mapped.NAME:
         eqn = mapped.without_mesh(eqn, inner)
+    elif kernels.is_kernel(eqn):
+        eqn = kernels.without_mesh(eqn, inner)
     elif eqn.primitive is not mapped.mapped_p and eqn.primitive is not constraint.constrain_p and _changes(eqn):
         eqn = mapped.with_plain_collective(eqn)
         eqn = eqn.replace(params=params_without_mesh(eqn.params, inner))

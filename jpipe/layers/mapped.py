@@ -66,7 +66,7 @@ def without_mesh(eqn: Any, inner: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) 
             "the devices of one stage and one replica, and gets the rows of its replica. Name other axes in "
             "`axis_names`, and leave these out of the specs."
         )
-    _check_order(params["mesh"].axis_names, names)
+    check_order(params["mesh"].axis_names, names, "`jax.shard_map`")
     closed = params["jaxpr"]
     if not isinstance(closed, jex.ClosedJaxpr):  # before JAX 0.12
         closed = jex.ClosedJaxpr(closed, ())
@@ -121,7 +121,7 @@ _AXES_ARE_IN_ORDER = jaxlib.version.__version_info__ >= (0, 11)
 """True if XLA ends the process for a map over an axis that comes before one of a map around it."""
 
 
-def _check_order(axis_names: Sequence[str], names: Sequence[str]) -> None:
+def check_order(axis_names: Sequence[str], names: Sequence[str], call: str) -> None:
     """Refuses a map that XLA cannot compile inside of that of the pipeline."""
     own = [name for name in axis_names if name in (STAGE, DATA)]
     first = next(iter(names), None)
@@ -129,7 +129,7 @@ def _check_order(axis_names: Sequence[str], names: Sequence[str]) -> None:
         return
     order = own + [name for name in axis_names if name not in own]
     raise ValueError(
-        f"`jax.shard_map` maps over {first!r}, which comes before {own[-1]!r} in the mesh, and XLA cannot compile it "
+        f"{call} maps over {first!r}, which comes before {own[-1]!r} in the mesh, and XLA cannot compile it "
         "in the pipeline's own map. Make the mesh with its axes in the order that `jpipe.make_mesh` has, "
         f"{_listed(order)}."
     )
