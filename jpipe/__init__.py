@@ -37,6 +37,8 @@ _MODULE_OF = {
     "NNX": "jpipe.layers.layer",
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.engine.state",
+    "NameMap": "jpipe.checkpoints",
+    "NameRule": "jpipe.checkpoints",
     "Schedule": "jpipe.schedule",
     "MessageRecord": "jpipe.engine.traffic",
     "Offload": "jpipe.stages.offload",
@@ -70,6 +72,8 @@ if TYPE_CHECKING:
     from jpipe._attention import attention as attention
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
+    from jpipe.checkpoints import NameMap as NameMap
+    from jpipe.checkpoints import NameRule as NameRule
     from jpipe.checkpoints import load_params as load_params
     from jpipe.checkpoints import save_params as save_params
     from jpipe.costs import Memory as Memory

@@ -44,6 +44,7 @@ from jpipe.checkpoints._manifest import (
     take_checksums,
 )
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
+from jpipe.checkpoints._safetensors import NameMap, NameRule
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.engine.calls import check_state, public
 from jpipe.engine.state import PipelineState, num_rounds
@@ -56,6 +57,8 @@ from jpipe.states.new import with_arrays
 __all__ = [
     "Checkpoints",
     "DamagedCheckpointError",
+    "NameMap",
+    "NameRule",
     "Restored",
     "load_params",
     "save_params",

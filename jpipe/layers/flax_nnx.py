@@ -109,7 +109,7 @@ def _as_dicts(values: Any, role: str) -> Any:
         return values
     flat = {tuple(path): v for path, v in nnx.to_flat_state(values)}
     chosen = {
-        path: v[...] if isinstance(v, nnx.Variable) else v
+        path: v.get_value() if isinstance(v, nnx.Variable) else v
         for path, v in flat.items()
         if not isinstance(v, nnx.Variable) or _role(v) == role
     }
