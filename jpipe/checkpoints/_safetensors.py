@@ -73,7 +73,7 @@ class NameMap:
     Attributes:
       rules: the first rule that fits a name counts.
       ignored: published names that are not read, with `{}` as in a rule.
-      prefix: with which published names begin, such as "model.". Files that leave it out are read too.
+      prefix: the beginning of published names that some files leave out, such as "model.". These are read too.
 
     Raises:
       ValueError: if a rule has other `{}` on one side than on the other.
@@ -96,7 +96,7 @@ class NameMap:
         return self._to_model(published)[0]
 
     def _to_model(self, published: str) -> tuple[str | None, NameRule | None]:
-        for name in dict.fromkeys((published.removeprefix(self.prefix), published)):
+        for name in self._names(published):
             for rule in self.rules:
                 parts = _parts(rule.published, name)
                 if parts is not None:
@@ -104,8 +104,11 @@ class NameMap:
         return None, None
 
     def _is_ignored(self, published: str) -> bool:
-        names = (published, published.removeprefix(self.prefix))
+        names = self._names(published)
         return any(_parts(pattern, name) is not None for pattern in self.ignored for name in names)
+
+    def _names(self, published: str) -> tuple[str, ...]:
+        return published, self.prefix + published
 
     def leaves(self, tensors: Mapping[str, "Leaf"]) -> dict[str, "Leaf"]:
         """The leaves of the model, by their paths.
@@ -148,7 +151,7 @@ class NameMap:
                     f"`names` has no rule for {path!r} of the model.{did_you_mean(path, known)} Add a rule, or leave "
                     "the leaf out of `params`."
                 )
-            name = self.prefix + rule.published.format(*parts or ())
+            name = rule.published.format(*parts or ())
             tensors[name] = Leaf.of(leaf).changed(rule.to_published)
         return tensors
 

@@ -42,12 +42,12 @@ class Model(nnx.Module):
 
 NAMES = NameMap(
     [
-        NameRule("embed_tokens.weight", "embed.embedding"),
-        NameRule("layers.{}.norm.weight", "blocks.{}.norm.scale"),
-        NameRule("layers.{}.mlp.down_proj.bias", "blocks.{}.down.bias"),
-        NameRule.transposed("layers.{}.mlp.{}_proj.weight", "blocks.{}.{}.kernel"),
+        NameRule("model.embed_tokens.weight", "embed.embedding"),
+        NameRule("model.layers.{}.norm.weight", "blocks.{}.norm.scale"),
+        NameRule("model.layers.{}.mlp.down_proj.bias", "blocks.{}.down.bias"),
+        NameRule.transposed("model.layers.{}.mlp.{}_proj.weight", "blocks.{}.{}.kernel"),
     ],
-    ignored=["layers.{}.rotary.inv_freq"],
+    ignored=["model.layers.{}.rotary.inv_freq"],
     prefix="model.",
 )
 
