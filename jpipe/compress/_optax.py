@@ -58,8 +58,9 @@ def compress_gradients(compressor: Compressor, error_feedback: bool = True) -> o
         leaves, tree = jax.tree.flatten(updates)
         sent, states = [], []
         for x, leaf_state in zip(leaves, state.states, strict=True):
-            wire, leaf_state = compressor.encode(x, leaf_state)
-            sent.append(compressor.decode(wire, x))
+            its = compressor.for_gradient(x)
+            wire, leaf_state = its.encode(x, leaf_state)
+            sent.append(its.decode(wire, x))
             states.append(leaf_state)
         result = tree.unflatten(sent)
         error = None

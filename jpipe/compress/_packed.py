@@ -45,6 +45,10 @@ class PackedCompressor(SparseCompressor):
                 f"{size_of(like):,} entries. Split it, or quantise it."
             )
 
+    def for_gradient(self, like: Any) -> "PackedCompressor":
+        """Sends the gradients of biases and scales of norms whole: of a few per cent of them a model does not train."""
+        return dataclasses.replace(self, density=1) if len(like.shape) < 2 else self
+
     def packed(self, x: jax.Array, mask: jax.Array) -> tuple[Wire, jax.Array]:
         """The wire of the entries in a mask `[n]`, and int32 `[]`, the number of entries without room."""
         room = _sparse.room_of(x, self._room(x))

@@ -132,7 +132,7 @@ class GradientExchange(NamedTuple):
         state = jax.tree.map(lambda a: a[self.chunk, i], states)
         scale = self._scale(scaled.dtype)
         to_send = scaled / scale + error
-        mean, sent, new_state = compressor.mean_over(to_send, state, self.replicas)
+        mean, sent, new_state = compressor.for_gradient(to_send).mean_over(to_send, state, self.replicas)
         finite = jnp.isfinite(mean).all()
         new_error = jnp.where(finite, to_send - sent, error)
         new_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_state, state)

@@ -101,7 +101,8 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
     )
     if compressor is not None:
         num_bytes = sum(
-            len(group.starts[u]) * compressor.exchanged_bytes(group.like, number) for group in engine.gradient_groups
+            len(group.starts[u]) * compressor.for_gradient(group.like).exchanged_bytes(group.like, number)
+            for group in engine.gradient_groups
         )
     return MessageRecord("weights", s, s, num_bytes, plain)
 

@@ -211,7 +211,8 @@ def _exchanged_bytes(
     num_replicas: int,
 ) -> int:
     """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers."""
-    received = sum(compressor.exchanged_bytes(a, num_replicas) for layer in layers for a in layer.gradients)
+    gradients = [a for layer in layers for a in layer.gradients]
+    received = sum(compressor.for_gradient(a).exchanged_bytes(a, num_replicas) for a in gradients)
     return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
 
 
