@@ -21,6 +21,7 @@ _MODULES = (
     "schedules",
     "simulate",
     "solvers",
+    "trace",
     "vocabulary",
 )
 _MODULE_OF = {
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from jpipe import schedules as schedules
     from jpipe import simulate as simulate
     from jpipe import solvers as solvers
+    from jpipe import trace as trace
     from jpipe import vocabulary as vocabulary
     from jpipe._attention import attention as attention
     from jpipe.checkpoints import Checkpoints as Checkpoints

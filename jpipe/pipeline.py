@@ -729,6 +729,30 @@ class Pipeline:
             state, program = self._for_batch(state, microbatch)
         return program.step(state, batch)
 
+    @public("trace", _is_shared)
+    def trace(
+        self, state: PipelineState, batch: Any, *, num_steps: int = 1
+    ) -> tuple[PipelineState, "jpipe.trace.Trace"]:
+        """Trains on a minibatch under JAX's profiler: what every device does, and when.
+
+        On GPUs it compiles a step without CUDA graphs first. Of several processes each gets the trace of its own
+        devices. The first steps of a training are slower than later ones, so trace a state that has stepped.
+
+        Args:
+          state: the training state; donated, so use the returned one from here on.
+          batch: a minibatch, shaped like that of the step before.
+          num_steps: the number of steps, each on this minibatch.
+
+        Returns:
+          The new state, and a `jpipe.trace.Trace`. `jpipe.trace.record` traces the steps of a loop.
+
+        Raises:
+          ValueError: if the state is not of this pipeline, the batch has another shape, another profile is being
+            recorded, or the profiler has lost events.
+        """
+        checks.check_not_traced("trace", state, batch)
+        return entry_points.load("trace")(self, self._adopted(state), batch, num_steps)
+
     @public("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes the microbatches in flight, without new ones; nothing, in a synchronous schedule.

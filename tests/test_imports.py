@@ -30,12 +30,12 @@ LEVELS = [
     {"pipeline"},
     {"reference", "checkpoints", "distributed", "draw"},
     {"solvers", "memory"},
-    {"soap"},
+    {"soap", "trace"},
     {"plan"},
 ]
 """The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
 
-SATELLITES = {"solvers", "soap", "memory", "plan"}
+SATELLITES = {"solvers", "soap", "memory", "plan", "trace"}
 """What a training step never needs. The core calls it by `jpipe._util.entry_points` alone."""
 
 LEVEL_OF = {name: i for i, level in enumerate(LEVELS) for name in level}

@@ -1,6 +1,7 @@
 """A schedule for other programs: facts and table as JSON, a simulated step as a trace."""
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,28 +41,54 @@ def trace(schedule: Schedule, timing: Timing, unit: float = 1e3) -> dict[str, An
     Returns:
       A tree for JSON, with one row per device and one slice per operation.
     """
-    events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 0,
-            "tid": d,
-            "args": {"name": f"device {d}"},
-        }
-        for d in range(schedule.num_devices)
-    ]
     origin = min(np.nanmin(starts) for starts in timing.start.values())
-    for field, starts in timing.start.items():
-        for m, c in np.argwhere(~np.isnan(starts)).tolist():
-            slice_ = {
+    slices = [
+        Slice(
+            int(schedule.device[c]),
+            f"{KINDS[field].letter}{m}",
+            field,
+            float(starts[m, c] - origin) * unit,
+            float(timing.end[field][m, c] - starts[m, c]) * unit,
+            {"microbatch": m, "stage": int(schedule.stage[c])},
+        )
+        for field, starts in timing.start.items()
+        for m, c in np.argwhere(~np.isnan(starts)).tolist()
+    ]
+    return trace_events({d: f"device {d}" for d in range(schedule.num_devices)}, slices)
+
+
+class Slice(NamedTuple):
+    """A slice of a trace: its row, name and category, start and length in microseconds, and what a click on it shows."""
+
+    row: int
+    name: str
+    category: str
+    start: float
+    length: float
+    args: Mapping[str, Any]
+
+
+def trace_events(rows: Mapping[int, str], slices: Iterable[Slice]) -> dict[str, Any]:
+    """A tree for JSON in the trace event format, which Perfetto and chrome://tracing open.
+
+    Args:
+      rows: number of a row -> its name.
+      slices: the slices.
+    """
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}} for row, name in rows.items()
+    ]
+    for row, name, category, start, length, args in slices:
+        events.append(
+            {
                 "ph": "X",
-                "name": f"{KINDS[field].letter}{m}",
-                "cat": field,
+                "name": name,
+                "cat": category,
                 "pid": 0,
-                "tid": int(schedule.device[c]),
-                "ts": float(starts[m, c] - origin) * unit,
-                "dur": float(timing.end[field][m, c] - starts[m, c]) * unit,
-                "args": {"microbatch": m, "stage": int(schedule.stage[c])},
+                "tid": row,
+                "ts": start,
+                "dur": length,
+                "args": dict(args),
             }
-            events.append(slice_)
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -57,7 +57,7 @@ from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.losses import loss_of
 from jpipe.engine.operations import OPERATIONS, PREDICTION, Operation, Stage
-from jpipe.engine.scopes import Scope
+from jpipe.engine.scopes import Scope, lane_scope, ticks_text
 from jpipe.engine.shapes import microbatch_shapes
 from jpipe.engine.spec import ForwardPass, PassSpec
 from jpipe.engine.training import TrainingPass
@@ -259,7 +259,8 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
         first = TickScalars(spec.scalars, rows[phase.start])
         arrays = receive(spec, arrays, first, pending)
         xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, rows_before))
-        arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
+        with jax.named_scope(ticks_text(phase.ticks)):
+            arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
         scalars = TickScalars(spec.scalars, rows[-1], range(len(updates) - 1, len(updates)))
         arrays = _update(device, scalars, True, arrays)
@@ -378,7 +379,8 @@ def _run_operation(name: str, device: Device, scalars: TickScalars, arrays: Tick
             for stage in stages
         ]
         number = lane.branch if spec.drops_branches else lane.program
-        arrays = run_one_of(spec.lowered.target, number, branches, arrays)
+        with lane_scope(j):
+            arrays = run_one_of(spec.lowered.target, number, branches, arrays)
     return arrays
 
 

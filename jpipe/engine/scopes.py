@@ -1,17 +1,44 @@
-"""The names of branches in profiles and in compiled programs: an operation, and the stages that it is for.
+"""The names of a step in profiles and in compiled programs: the loop over ticks, and in it the branch of an operation
+for some stages, an update, a message.
 
 Example:
   >>> Scope("forward", (1, 2, 3, 5)).text
   'forward/stage1-3,5'
   >>> Scope.found_in("jit(step)/while/body/forward/stage1-3,5/cond")
   Scope(operation='forward', stages=(1, 2, 3, 5))
+  >>> TickPlace.of("jit(step)/ticks0-8/while/body/closed_call/forward/stage1-3/cond/branch_1_fun/dot_general")
+  TickPlace(ticks=range(0, 8), operation='forward', lane=0, stages=(1, 2, 3), in_branch=True)
 """
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 _COND = re.compile(r"/(\w+)/stage([\d,-]+)/cond$")
+_TICKS = re.compile(r"(?:^|/)ticks(\d+)-(\d+)/")
+_PLACE = re.compile(
+    r"(?:^|/)(?:(?:lane(\d+)/)?(\w+)/stage(\d[\d,-]*)|(message\d+|update|embed|embed_backward|head))(?=/|$)"
+)
+_CHOSEN = re.compile(r"cond/branch_\d+_fun(/|$)")
+_RUN = re.compile(r"/cond/branch_1_fun(/|$)")
+
+
+def ticks_text(ticks: range) -> str:
+    """The name of the loop over some ticks."""
+    return f"ticks{ticks.start}-{ticks.stop}"
+
+
+def lane_scope(lane: int) -> contextlib.AbstractContextManager:
+    """Names a lane of an operation. The first one has no name, because most tables have no other."""
+    return jax.named_scope(f"lane{lane}") if lane else contextlib.nullcontext()
+
+
+def message_text(channel: int) -> str:
+    """The name of the messages of a channel."""
+    return f"message{channel}"
 
 
 class Scope(NamedTuple):
@@ -40,10 +67,50 @@ class Scope(NamedTuple):
         branch.
         """
         match = _COND.search(op_name)
+        return None if match is None else cls(match[1], _stages(match[2]))
+
+
+class TickPlace(NamedTuple):
+    """Where an instruction of a compiled program belongs in a tick.
+
+    Attributes:
+      ticks: the ticks of the loop around it; None: it is outside of the loops.
+      operation: "forward", "backward", "weight_grad", "commit", "update", "embed", "head", "embed_backward", or
+        "message" and the number of the channel.
+      lane: the lane of the operation.
+      stages: the stages whose program it is part of; `()` where all devices run it together.
+      in_branch: whether it is in the branch that a device runs if the table says so.
+    """
+
+    ticks: range | None
+    operation: str
+    lane: int
+    stages: tuple[int, ...]
+    in_branch: bool
+
+    @classmethod
+    def of(cls, op_name: str) -> "TickPlace | None":
+        """The place that the name of an instruction states; None if it is part of no operation."""
+        loop, ticks = _TICKS.search(op_name), ticks_of(op_name)
+        text = op_name if loop is None else op_name[loop.end() :]
+        match = _PLACE.search(text)
         if match is None:
             return None
-        stages: list[int] = []
-        for part in match[2].split(","):
-            first, _, last = part.partition("-")
-            stages += range(int(first), int(last or first) + 1)
-        return cls(match[1], tuple(stages))
+        in_branch = bool(_CHOSEN.search(text[: match.start() + 1])) or bool(_RUN.match(text[match.end() :]))
+        if match[4] is not None:
+            return cls(ticks, match[4], 0, (), in_branch)
+        return cls(ticks, match[2], int(match[1] or 0), _stages(match[3]), in_branch)
+
+
+def ticks_of(op_name: str) -> range | None:
+    """The ticks of the loop that the name of an instruction states; None if it is outside of the loops."""
+    loop = _TICKS.search(op_name)
+    return None if loop is None else range(int(loop[1]), int(loop[2]))
+
+
+def _stages(text: str) -> tuple[int, ...]:
+    stages: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        stages += range(int(first), int(last or first) + 1)
+    return tuple(stages)

@@ -22,6 +22,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import StageContext
+from jpipe.engine.scopes import message_text
 from jpipe.engine.spec import PassSpec
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Channel
@@ -84,15 +85,16 @@ def move(
             continue
         message = _select_output(arrays, scalars, number, channel)
         transfer = functools.partial(_transfer, channel)
-        if after is None:
-            # Reading `op_count` delays the transfer until all operations of the tick have run: a
-            # transfer between two operations would make all devices wait for each other twice per
-            # tick.
-            now = scalars.channel(number).sends & (arrays.op_count >= 0)
-            message = lax.cond(now, transfer, lambda message: message, message)
-        else:
-            # Outside of a branch, so that the transfer can run beside the compute.
-            message = transfer(message)
+        with jax.named_scope(message_text(number)):
+            if after is None:
+                # Reading `op_count` delays the transfer until all operations of the tick have run: a
+                # transfer between two operations would make all devices wait for each other twice per
+                # tick.
+                now = scalars.channel(number).sends & (arrays.op_count >= 0)
+                message = lax.cond(now, transfer, lambda message: message, message)
+            else:
+                # Outside of a branch, so that the transfer can run beside the compute.
+                message = transfer(message)
         received[number] = message
     return received
 

@@ -6,10 +6,11 @@ Settings (the arguments of `Pipeline`)
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +116,11 @@ class Program:
         }
         options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
+        self._profiled_step = self._step
+        if self.engine.target.profiled_options:
+            options_of_profile = {**compiler_options, **self.engine.target.profiled_options}
+            self._profiled_step = jax.jit(self._run_step, **options | {"compiler_options": options_of_profile})
+        self._after_profiled: Callable[[Any], None] | None = None
         self._flush = jax.jit(self._run_flush, **options)
         self.has_stepped = False  # the first step compiles
         self.fresh = FreshArrays(self.engine, settings.platform)
@@ -279,7 +285,10 @@ class Program:
             batch = self.batches.place(dict(batch))
             if state.program is not self:
                 state = self._taken_over(state, batch)
-            outputs = call_bounded(self._step, mesh, state.arrays(), batch, self._rows)
+            step = self._step if self._after_profiled is None else self._profiled_step
+            outputs = call_bounded(step, mesh, state.arrays(), batch, self._rows)
+            if self._after_profiled is not None:
+                self._after_profiled(outputs)
         self.has_stepped = True
         return self._restore(state, *outputs)
 
@@ -356,8 +365,21 @@ class Program:
         """The abstract minibatch, with the rows of all processes."""
         return self.batches.minibatch(self.microbatch)
 
-    def lower(self) -> jax.stages.Lowered:
-        """The step, traced and lowered but not compiled."""
+    @contextlib.contextmanager
+    def profiled(self, after_step: Callable[[Any], None]) -> Iterator[None]:
+        """A context in which steps are such that a profiler sees all of their operations.
+
+        Args:
+          after_step: is called after each step with its outputs.
+        """
+        self._after_profiled = after_step
+        try:
+            yield
+        finally:
+            self._after_profiled = None
+
+    def lower(self, profiled: bool = False) -> jax.stages.Lowered:
+        """The step, traced and lowered but not compiled; or the step of `profiled`."""
         sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
 
         def placed(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -367,7 +389,8 @@ class Program:
 
         batch = jax.tree.map(placed, self.minibatch)
         state, rows = self.abstract_state, self.engine.abstract_rows
-        return self._step.lower(state.arrays(), batch, rows)
+        step = self._profiled_step if profiled else self._step
+        return step.lower(state.arrays(), batch, rows)
 
     # -- Compiled functions
 
