@@ -58,7 +58,7 @@ def trace(schedule: Schedule, timing: Timing, unit: float = 1e3) -> dict[str, An
 
 
 class Slice(NamedTuple):
-    """A slice of a trace: its row, name and category, start and length in microseconds, and what a click on it shows."""
+    """A slice of a trace: row, name, category, start and length in microseconds, and what a click on it shows."""
 
     row: int
     name: str

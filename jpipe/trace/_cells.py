@@ -102,6 +102,8 @@ def expected_cells(engine: TrainingPass, round_: int, started: int) -> Expected:
     for d in range(lowered.schedule.num_devices):
         values = np.asarray(table.with_round(rows[d], round_, started, (round_ + 1) * N, N))
         for name, operations in lowered.operations.items():
+            if name == "commit" and not engine.commits:
+                continue
             for lane in range(operations.num_lanes):
                 for t in np.flatnonzero(values[:, table.index[name, lane, "program"]] >= 0).tolist():
                     stage = int(operations.stage[t, d, lane]) if name in OF_COLUMNS else None
@@ -111,7 +113,7 @@ def expected_cells(engine: TrainingPass, round_: int, started: int) -> Expected:
                     microbatch = None if name == "commit" else int(operations.microbatch[t, d, lane])
                     expected[d, t, name, lane] = Entry(stage, microbatch)
     for (d, t), stages in updated.items():
-        expected[d, t, UPDATE, 0] = Entry(*stages, None) if len(stages) == 1 else Entry(None, None)
+        expected[d, t, UPDATE, 0] = Entry(min(stages) if len(stages) == 1 else None, None)
     for number, channel in enumerate(lowered.channels):
         taking_part = set(itertools.chain(*channel.pairs)) if channel.pairs else set()
         sends = np.roll(channel.sends, 1) if channel.late else channel.sends

@@ -54,9 +54,9 @@ def runs_of(profile: Any, platform: str, module: str) -> dict[int, Runs]:
 def cpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
     """Of CPU devices: all are in the plane of the host, whose lines are threads that may work for any device.
 
-    An event of an instruction has the statistics "hlo_op", "hlo_module", "device_ordinal" and "run_id". The whole program
-    is "ThunkExecutor::Execute" around such events. If it ends while collectives wait, other threads go on in events of
-    the same name, and "(wait for completion)" ends with the last of them.
+    An event of an instruction has the statistics "hlo_op", "hlo_module", "device_ordinal" and "run_id". The whole
+    program is "ThunkExecutor::Execute" around such events. If it ends while collectives wait, other threads go on in
+    events of the same name, and "(wait for completion)" ends with the last of them.
     """
     found: dict[int, Runs] = {}
     executions: dict[tuple[int, Any], Interval] = {}
@@ -115,8 +115,8 @@ def gpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
 
 
 def tpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
-    """Of TPUs: a plane for each core. The line "XLA Modules" has a run of a program, "XLA Ops" its instructions, loops and
-    conditionals included, and "Async XLA Ops" the transfers that run beside them.
+    """Of TPUs: a plane for each core. The line "XLA Modules" has a run of a program, "XLA Ops" its instructions, loops
+    and conditionals included, and "Async XLA Ops" the transfers that run beside them.
 
     An event of an instruction is named by its whole text, `%fusion.3 = f32[8] fusion(...)`.
     """

@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -89,11 +89,12 @@ def record(state: PipelineState) -> Iterator[Recording]:
     places = places_of(module.as_serialized_hlo_module_proto())
     jax.block_until_ready(state)
     round_, started = (int(_first(array)) for array in (state.round, state.started))
-    recording, steps = Recording(), []
+    recording, num_steps = Recording(), 0
 
-    def after_step(after: Any) -> None:
-        jax.block_until_ready(after)
-        steps.append(None)
+    def after_step(outputs: Any) -> None:
+        nonlocal num_steps
+        jax.block_until_ready(outputs)
+        num_steps += 1
 
     with tempfile.TemporaryDirectory() as folder, program.profiled(after_step):
         options = jax.profiler.ProfileOptions()
@@ -109,9 +110,9 @@ def record(state: PipelineState) -> Iterator[Recording]:
         (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
         profile = jax.profiler.ProfileData.from_file(str(path))
         runs = runs_of(profile, program.settings.platform, module.name)
-    if not steps:
+    if not num_steps:
         raise ValueError("no step was run in the `with` block of `record`, so there is nothing to trace.")
-    recording._trace = trace_of(program, runs, places, range(round_, round_ + len(steps)), started)
+    recording._trace = trace_of(program, runs, places, range(round_, round_ + num_steps), started)
 
 
 def trace_pipeline(pipe: "Pipeline", state: PipelineState, batch: Any, num_steps: int) -> tuple[PipelineState, Trace]:
@@ -124,7 +125,9 @@ def trace_pipeline(pipe: "Pipeline", state: PipelineState, batch: Any, num_steps
     return state, recording.trace
 
 
-def trace_of(program: Program, runs: dict[int, Runs], places: dict[str, Place], rounds: range, started: int) -> Trace:
+def trace_of(
+    program: Program, runs: dict[int, Runs], places: Mapping[str, Place], rounds: range, started: int
+) -> Trace:
     """The trace of some steps.
 
     Args:
@@ -192,9 +195,10 @@ def _first(array: jax.Array) -> Any:
 def _devices(program: Program) -> dict[tuple[int, int], int]:
     """Device and replica of each device of this process -> its number on this machine."""
     mesh = program.settings.mesh
-    by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(mesh.shape[STAGE], -1)
+    by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(mesh.shape[STAGE], -1).tolist()
     return {
-        (int(d), int(r)): by_stage[d, r].local_hardware_id
-        for d, r in np.ndindex(by_stage.shape)
-        if by_stage[d, r].process_index == jax.process_index()
+        (d, r): device.local_hardware_id
+        for d, devices in enumerate(by_stage)
+        for r, device in enumerate(devices)
+        if device.process_index == jax.process_index()
     }

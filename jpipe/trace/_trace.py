@@ -23,13 +23,13 @@ PERFETTO = ".perfetto.json"
 class Trace:
     """What every device has done in some steps, and when.
 
-    All times are in seconds since the first step began. On CPUs and between the devices of one machine the clock is one;
-    between machines there is none, so each process has a trace of its own devices.
+    All times are in seconds since the first step began. The devices of one machine have one clock, those of several
+    have none in common, so each process has a trace of its own devices.
 
     Attributes:
       cells: the cells of every step and device, by start: each operation of the table once, the messages and the
-        updates, and between them "idle" cells. A message, and an update, begins when the last device that takes part has
-        entered it; the wait before is idle time.
+        updates, and between them "idle" cells. A message, and an update, begins when the last device that takes part
+        has entered it; the wait before is idle time.
       executions: each step on each device, as the runtime reports it.
       table_bubble: the bubble of the table, with equally long operations: `jpipe.Schedule.facts`.
       title: the schedule, in words.
@@ -68,9 +68,9 @@ class Trace:
     def bubble(self) -> float:
         """The measured bubble: the share of the devices' time that is no work.
 
-        1 - work / (devices x step - updates), with the seconds of all operations but messages and updates, the length of
-        the steps, and the seconds of updates. It includes messages, and what a tick costs beside its operations. The
-        table's bubble has neither.
+        1 - work / (devices x step - updates), with the seconds of all operations but messages and updates, the length
+        of the steps, and the seconds of updates. It includes messages, and what a tick costs beside its operations.
+        The table's bubble has neither.
         """
         by_operation = self.seconds()
         work = sum(seconds for name, seconds in by_operation.items() if name not in NOT_WORK)
@@ -136,7 +136,8 @@ class Trace:
             word = "" if cell.microbatch is None else str(cell.microbatch)
             row = rows[cell.device, cell.replica]
             bars.append(Bar(row, cell.start_seconds - first, cell.end_seconds - first, cell.operation, word, lightness))
-        caption = f"step {1e3 * (last - first):.4g} ms; bubble {self.bubble:.1%} measured, {self.table_bubble:.1%} in the table"
+        bubbles = f"bubble {self.bubble:.1%} measured, {self.table_bubble:.1%} in the table"
+        caption = f"step {1e3 * (last - first):.4g} ms; {bubbles}"
         return Chart(self.title, caption, labels, bars)
 
     def save(self, path: str | os.PathLike[str]) -> None:
