@@ -26,6 +26,7 @@ from models import Model
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
 from train.text import LabeledText, MaskedText, Text
+from train.tracing import parse_steps
 
 _OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
@@ -581,6 +582,10 @@ class TrainConfig:
     its delay and the largest curvature of the loss at the first weights, with a warning if the
     configured rate exceeds it: lemma 1 of PipeMare. It takes some 50 times as long as a
     gradient, on one device. For sgd, adamw and nadamw."""
+    profile: str | None = None
+    """Steps that run under JAX's profiler, such as 10:13 for the steps 10, 11 and 12: their measured
+    Gantt chart is `trace.svg` in the folder of the run, `trace.json` its cells, and
+    `trace.perfetto.json` a file for Perfetto. None: no steps."""
     seed: int = 0
     """Seed of the weights and of the order of the data."""
     run_dir: str | None = None
@@ -609,12 +614,33 @@ class TrainConfig:
                 f"{self.eval_batches} without `eval_every`, so there are no such "
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
+        self._check_profile()
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         if self.stability:
             self.optimizer.momentum_of_stability()
         # A table in a file may have copies of its own.
         if not self.pipeline.schedule_file:
             self._check_replicas()
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1."""
+        return range(0) if self.profile is None else parse_steps(self.profile)
+
+    def _check_profile(self) -> None:
+        """Refuses steps that the run does not have, or that are of two schedules."""
+        steps, synchronous = self.profiled_steps, self.pipeline.synchronous_steps
+        if steps and steps[-1] > self.num_steps:
+            raise ValueError(
+                f"`profile` must lie within the {self.num_steps} steps of the run, got {self.profile}: it ends with "
+                f"step {steps[-1]}. Name earlier steps, or raise `num_steps`."
+            )
+        if synchronous in steps and synchronous + 1 in steps:
+            raise ValueError(
+                f"`profile` must name steps of one schedule, got {self.profile}: {self.pipeline.schedule} takes over "
+                f"after step {synchronous} (`pipeline.synchronous_steps`). End before step {synchronous + 1}, or begin "
+                "with it."
+            )
 
     def options_of_pipeline(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""

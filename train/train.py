@@ -10,7 +10,8 @@ without accelerators the CPU is split into as many devices as the run needs.
 
 A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all options,
 `log.jsonl` and the same log for TensorBoard, and the pictures `schedule.svg` and
-`run.png`. `--config runs/NAME-TIME/config.json` repeats a run.
+`run.png`. `--config runs/NAME-TIME/config.json` repeats a run. With
+`--config.profile=10:13` there is a trace of the steps 10, 11 and 12, too: `trace.svg`.
 
     python train/train.py --config configs/gpt_1f1b.py --config.checkpoint.every=500
     python train/train.py --resume runs/NAME-TIME
@@ -75,6 +76,7 @@ from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.processes import is_first, leave
 from train.resume import Resumed, Saver, read_command
 from train.run_dir import shared_run_dir, write_config
+from train.tracing import Tracer
 
 
 class Run(NamedTuple):
@@ -372,6 +374,7 @@ def train(
             config.checkpoint.every,
             first,
         ) as saver,
+        Tracer(config.profiled_steps, run.run_dir if is_first() else None, log) as tracer,
     ):
         if not run.resumes:
             memory_record = {"step": 0, "memory_bytes": memory._asdict()}
@@ -419,7 +422,9 @@ def train(
                     with log.paused():
                         pipe, state = run.pipe, run.pipe.adopt(state)
                     log.takes_over(step - 1, pipe.schedule.name)
+                tracer.before(step, state)
                 state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
+                tracer.after(step)
                 num_units = num_labels(batch)
                 batch = next(batches)
                 record_pending()

@@ -10,8 +10,9 @@ from jpipe.trace._cells import Cell as Cell
 from jpipe.trace._cells import Execution as Execution
 from jpipe.trace._record import Recording as Recording
 from jpipe.trace._record import record as record
+from jpipe.trace._trace import PERFETTO as PERFETTO
 from jpipe.trace._trace import Trace as Trace
 from jpipe.trace._trace import draw as draw
 from jpipe.trace._trace import read as read
 
-__all__ = ["Cell", "Execution", "Recording", "Trace", "draw", "read", "record"]
+__all__ = ["PERFETTO", "Cell", "Execution", "Recording", "Trace", "draw", "read", "record"]

@@ -136,7 +136,8 @@ class Trace:
             word = "" if cell.microbatch is None else str(cell.microbatch)
             row = rows[cell.device, cell.replica]
             bars.append(Bar(row, cell.start_seconds - first, cell.end_seconds - first, cell.operation, word, lightness))
-        bubbles = f"bubble {self.bubble:.1%} measured, {self.table_bubble:.1%} in the table"
+        measured = "measured" if self.num_steps == 1 else f"measured in {self.num_steps} steps"
+        bubbles = f"bubble {self.bubble:.1%} {measured}, {self.table_bubble:.1%} in the table"
         caption = f"step {1e3 * (last - first):.4g} ms; {bubbles}"
         return Chart(self.title, caption, labels, bars)
 
