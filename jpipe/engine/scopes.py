@@ -7,7 +7,7 @@ Example:
   >>> Scope.found_in("jit(step)/while/body/forward/stage1-3,5/cond")
   Scope(operation='forward', stages=(1, 2, 3, 5))
   >>> TickPlace.of("jit(step)/ticks0-8/while/body/closed_call/forward/stage1-3/cond/branch_1_fun/dot_general")
-  TickPlace(ticks=range(0, 8), operation='forward', lane=0, stages=(1, 2, 3), in_branch=True)
+  TickPlace(ticks=range(0, 8), operation='forward', lane=0, in_branch=True)
 """
 
 import contextlib
@@ -20,8 +20,9 @@ import jax
 _COND = re.compile(r"/(\w+)/stage([\d,-]+)/cond$")
 _TICKS = re.compile(r"(?:^|/)ticks(\d+)-(\d+)/")
 _PLACE = re.compile(
-    r"(?:^|/)(?:(?:lane(\d+)/)?(\w+)/stage(\d[\d,-]*)|(message\d+|update|embed|embed_backward|head))(?=/|$)"
+    r"(?:^|/)(?:(?:lane(\d+)/)?(\w+)/stage\d[\d,-]*|(message\d+|update|embed|embed_backward|head))(?=/|$)"
 )
+_LANE = re.compile(r"/lane(\d+)/")
 _CHOSEN = re.compile(r"cond/branch_\d+_fun(/|$)")
 _RUN = re.compile(r"/cond/branch_1_fun(/|$)")
 
@@ -67,7 +68,13 @@ class Scope(NamedTuple):
         branch.
         """
         match = _COND.search(op_name)
-        return None if match is None else cls(match[1], _stages(match[2]))
+        if match is None:
+            return None
+        stages: list[int] = []
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            stages += range(int(first), int(last or first) + 1)
+        return cls(match[1], tuple(stages))
 
 
 class TickPlace(NamedTuple):
@@ -78,14 +85,12 @@ class TickPlace(NamedTuple):
       operation: "forward", "backward", "weight_grad", "commit", "update", "embed", "head", "embed_backward", or
         "message" and the number of the channel.
       lane: the lane of the operation.
-      stages: the stages whose program it is part of; `()` where all devices run it together.
       in_branch: whether it is in the branch that a device runs if the table says so.
     """
 
     ticks: range | None
     operation: str
     lane: int
-    stages: tuple[int, ...]
     in_branch: bool
 
     @classmethod
@@ -97,9 +102,7 @@ class TickPlace(NamedTuple):
         if match is None:
             return None
         in_branch = bool(_CHOSEN.search(text[: match.start() + 1])) or bool(_RUN.match(text[match.end() :]))
-        if match[4] is not None:
-            return cls(ticks, match[4], 0, (), in_branch)
-        return cls(ticks, match[2], int(match[1] or 0), _stages(match[3]), in_branch)
+        return cls(ticks, match[2] or match[3], int(match[1] or 0), in_branch)
 
 
 def ticks_of(op_name: str) -> range | None:
@@ -108,9 +111,7 @@ def ticks_of(op_name: str) -> range | None:
     return None if loop is None else range(int(loop[1]), int(loop[2]))
 
 
-def _stages(text: str) -> tuple[int, ...]:
-    stages: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        stages += range(int(first), int(last or first) + 1)
-    return tuple(stages)
+def lane_of(op_name: str) -> int:
+    """The lane that the name of a conditional states."""
+    match = _LANE.search(op_name)
+    return 0 if match is None else int(match[1])

@@ -5,7 +5,7 @@ Letters: T ticks, D devices.
 
 import bisect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -256,45 +256,40 @@ def match(
             together = replica, step, tick, key.operation
             entered[together] = max(start, entered.get(together, start))
     for (device, replica), of_device in spans.items():
-        times: dict[tuple[int, int, str, int], tuple[Key, Interval]] = {}
-        for (step, tick, key), interval in of_device.ran.items():
-            times[step, tick, key.operation, key.lane] = key, interval
+        times = {(step, tick, *key): interval for (step, tick, key), interval in of_device.ran.items()}
         for step, table in enumerate(expected):
             wanted = {at[1:]: entry for at, entry in table.items() if at[0] == device}
             _check(wanted, times, (device, step))
             for (tick, operation, lane), entry in wanted.items():
-                key, (start, end) = times[step, tick, operation, lane]
-                if not key.stages and operation.startswith(("message", "update")):
+                start, end = times[step, tick, operation, lane]
+                if _is_entered_together(operation):
                     start = min(end, entered[replica, step, tick, operation])
                 matched.append(((device, replica), step, tick, operation, entry, (start, end)))
     return matched
 
 
+def _is_entered_together(operation: str) -> bool:
+    """Returns whether all devices run an operation in the same tick, also those that it has nothing for."""
+    return operation == UPDATE or operation.startswith("message")
+
+
 def _check(
-    wanted: Mapping[tuple[int, str, int], Entry],
-    times: Mapping[tuple[int, int, str, int], tuple[Key, Interval]],
+    wanted: Collection[tuple[int, str, int]],
+    times: Collection[tuple[int, int, str, int]],
     where: tuple[int, int],
 ) -> None:
-    """Compares what has run with the table."""
+    """Compares the ticks, operations and lanes that have run in a step with those of the table.
+
+    Raises:
+      ValueError: if they differ.
+    """
     device, step = where
-    missing = [at for at in wanted if (step, *at) not in times]
-    others = [
-        at[1:]
-        for at, (key, _) in times.items()
-        # All devices run the update of a tick and the messages, also those that have nothing to update or to send.
-        if at[0] == step and at[1:] not in wanted and key.stages
-    ]
-    wrong = [
-        at
-        for at, entry in wanted.items()
-        if (step, *at) in times
-        and entry.stage is not None
-        and times[step, *at][0].stages
-        and entry.stage not in times[step, *at][0].stages
-    ]
-    for words, cells in (("lacks", missing), ("has, beside the table,", others), ("has, for another stage,", wrong)):
+    ran = {at[1:] for at in times if at[0] == step}
+    missing = sorted(at for at in wanted if at not in ran)
+    others = sorted(at for at in ran if at not in wanted and not _is_entered_together(at[1]))
+    for words, cells in (("lacks", missing), ("has, beside the table,", others)):
         if cells:
-            tick, operation, _ = min(cells)
+            tick, operation, _ = cells[0]
             raise ValueError(
                 f"the profile {words} {operation} in tick {tick} of device {device}, step {step}, and {len(cells) - 1} "
                 "more cells. The profiler drops events if its memory is full: trace fewer steps, or a schedule with "

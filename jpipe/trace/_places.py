@@ -8,22 +8,22 @@ statement runs once in every tick, so its k-th run is in the k-th tick.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jpipe.engine.scopes import TickPlace, ticks_of
+from jpipe.engine.scopes import TickPlace, lane_of, ticks_of
 from jpipe.memory._hlo import HloProgram, Instruction
 
 
 class Key(NamedTuple):
-    """What a device may run in a tick: one program of one lane of an operation.
+    """What a device may run in a tick: a lane of an operation.
+
+    The names of instructions do not tell the stage: of branches that compute the same, XLA keeps the names of one.
 
     Attributes:
       operation: its name, see `TickPlace`.
       lane: its lane.
-      stages: the stages that share the program; `()` where all devices run it together.
     """
 
     operation: str
     lane: int
-    stages: tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -62,9 +62,11 @@ def places_of(module: bytes) -> Mapping[str, Place]:
             continue
         statement = chain[depth]
         place = _innermost_known(chain[depth:], branches)
-        key = None if place is None else Key(place.operation, place.lane, place.stages)
+        key = None if place is None else Key(place.operation, place.lane)
         if loop is None and place is not None:
             loop = place.ticks
+        if key is not None and statement.opcode == "conditional":
+            key = key._replace(lane=lane_of(statement.op_name))
         guard = statement.opcode == "conditional" and instruction is statement
         inside = place is not None and place.in_branch
         found[instruction.name] = Place(
