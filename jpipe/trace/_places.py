@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jpipe.engine.scopes import TickPlace, lane_of, ticks_of
-from jpipe.memory._hlo import HloProgram, Instruction
+from jpipe.memory.hlo import HloProgram, Instruction
 
 
 class Key(NamedTuple):

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jpipe._util.foreign import shown
-from jpipe.draw._shared import headline
+from jpipe.draw.gantt import headline
 from jpipe.engine.calls import check_state
 from jpipe.engine.state import PipelineState
 from jpipe.mesh import STAGE

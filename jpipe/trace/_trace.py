@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 
 from jpipe._util.foreign import read_json, shown
-from jpipe.draw._export import Slice, trace_events
-from jpipe.draw._figure import SUFFIXES, write
-from jpipe.draw._gantt import BAR_KINDS, Bar, Chart, chart_legend, chart_text, charts_figure
+from jpipe.draw.gantt import (
+    BAR_KINDS,
+    SUFFIXES,
+    Bar,
+    Chart,
+    Slice,
+    chart_legend,
+    chart_text,
+    charts_figure,
+    trace_events,
+    write,
+)
 from jpipe.trace._cells import NOT_WORK, Cell, Execution
 
 PERFETTO = ".perfetto.json"

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jpipe
 from jpipe.memory import POLICIES, accesses_of, replay
-from jpipe.memory._hlo import program_of
+from jpipe.memory.hlo import program_of
 from jpipe.mesh import HOST_MEMORY
 from jpipe.simulate import Costs, simulate
 from models import Transformer

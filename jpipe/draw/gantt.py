@@ -1,4 +1,7 @@
-"""Measured times as a Gantt chart: text, and a figure of one or several charts on one axis of time."""
+"""Measured times as a Gantt chart: text, and a figure of one or several charts on one axis of time.
+
+What other rooms need to write them to files stands here too.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -6,7 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jpipe._util.figures import new_figure
+from jpipe.draw._export import Slice as Slice
+from jpipe.draw._export import trace_events as trace_events
+from jpipe.draw._figure import SUFFIXES as SUFFIXES
+from jpipe.draw._figure import write as write
 from jpipe.draw._shared import KINDS, Kind
+from jpipe.draw._shared import headline as headline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +114,7 @@ def charts_figure(charts: Sequence[Chart]) -> "Figure":
     from matplotlib.patches import Patch
 
     heights = [_ROW * len(chart.rows) for chart in charts]
-    between, top, bottom, left, right = 0.62, 0.85, 0.45, 1.0, 0.15
+    between, top, bottom, left, right = 0.58, 0.85, 0.45, 1.0, 0.15
     height = top + sum(heights) + between * (len(charts) - 1) + bottom
     figure = new_figure(_WIDTH, height, facecolor="white")
     seconds = max(chart.seconds for chart in charts)
@@ -117,18 +125,23 @@ def charts_figure(charts: Sequence[Chart]) -> "Figure":
         size = ((_WIDTH - left - right) / _WIDTH, inches / height)
         axes = figure.add_axes((left / _WIDTH, below / height, *size))
         _draw(axes, chart, seconds, factor)
+        axes.tick_params(bottom=chart is charts[-1], labelbottom=chart is charts[-1])
         x, y = left / _WIDTH, (below + inches) / height
         figure.text(x, y + 0.24 / height, chart.title, fontsize=9, weight="bold", va="bottom")
         figure.text(x, y + 0.07 / height, chart.caption, fontsize=8, va="bottom")
         below -= between
     axes.set_xlabel(f"time in {unit}; numbers in bars are microbatches", fontsize=8, loc="left")
     legend = chart_legend(charts)
+    handles, labels = [Patch(fc=BAR_KINDS[operation].fill) for operation in legend], list(legend.values())
+    if any(bar.lightness for chart in charts for bar in chart.bars):
+        handles.append(Patch(fc="none", ec="none"))
+        labels.append("lighter: later stages of the device")
     figure.legend(
-        handles=[Patch(fc=BAR_KINDS[operation].fill) for operation in legend],
-        labels=list(legend.values()),
+        handles=handles,
+        labels=labels,
         loc="upper left",
         bbox_to_anchor=(left / _WIDTH, 1 - 0.08 / height),
-        ncols=len(legend) or 1,
+        ncols=len(handles) or 1,
         fontsize=8,
         frameon=False,
         borderaxespad=0,
