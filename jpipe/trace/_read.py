@@ -37,7 +37,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(profile: Any, platform: str, module: str) -> dict[int, Runs]:
-    """Number of a device on this machine -> what it has run of a program.
+    """Number of a device -> what it has run of a program. The number of a CPU device is its id, that of others local.
 
     Args:
       profile: a `jax.profiler.ProfileData`.

@@ -132,7 +132,7 @@ def trace_of(
 
     Args:
       program: the program of the steps.
-      runs: number of a device of this process -> what it has run.
+      runs: number of a device in the profile -> what it has run.
       places: the places of instructions.
       rounds: the numbers of the steps.
       started: the microbatches before round 0.
@@ -193,11 +193,12 @@ def _first(array: jax.Array) -> Any:
 
 
 def _devices(program: Program) -> dict[tuple[int, int], int]:
-    """Device and replica of each device of this process -> its number on this machine."""
+    """Device and replica of each device of this process -> its number in the profile."""
+    on_cpu = program.settings.platform == "cpu"
     mesh = program.settings.mesh
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(mesh.shape[STAGE], -1).tolist()
     return {
-        (d, r): device.local_hardware_id
+        (d, r): device.id if on_cpu else device.local_hardware_id
         for d, devices in enumerate(by_stage)
         for r, device in enumerate(devices)
         if device.process_index == jax.process_index()

@@ -113,7 +113,7 @@ class Trace:
         Args:
           width: characters per row of the chart.
         """
-        chart = self.chart(self.median_step)
+        chart = _chart(self, self.median_step)
         legend = [f"{BAR_KINDS[name].letter} {word}" for name, word in chart_legend([chart]).items()]
         lines = [chart.title, chart.caption, "", *chart_text(chart, width), "   ".join([*legend, ". idle"]), ""]
         names = list(self.seconds())
@@ -124,31 +124,6 @@ class Trace:
             values = "".join(f"{1e3 * seconds.get(name, 0.0) / rows:13.3f}" for name in names)
             lines.append(f"device {device}".ljust(14) + values)
         return "\n".join(lines)
-
-    def chart(self, step: int) -> Chart:
-        """A step as a chart that `jpipe.draw` draws.
-
-        Args:
-          step: the step, from 0.
-        """
-        first, last = self._bounds(step)
-        rows = {where: i for i, where in enumerate(self.devices)}
-        replicas = len({replica for _, replica in rows}) > 1
-        labels = [f"device {d}" + (f".{r}" if replicas else "") for d, r in rows]
-        stages = {d: sorted({c.stage for c in self.cells if c.device == d and c.stage is not None}) for d, _ in rows}
-        bars = []
-        for cell in self.cells:
-            if cell.step != step or cell.operation == "idle":
-                continue
-            known = stages[cell.device]
-            lightness = known.index(cell.stage) / (len(known) - 1) if cell.stage is not None and len(known) > 1 else 0.0
-            word = "" if cell.microbatch is None else str(cell.microbatch)
-            row = rows[cell.device, cell.replica]
-            bars.append(Bar(row, cell.start_seconds - first, cell.end_seconds - first, cell.operation, word, lightness))
-        measured = "measured" if self.num_steps == 1 else f"measured in {self.num_steps} steps"
-        bubbles = f"bubble {self.bubble:.1%} {measured}, {self.table_bubble:.1%} in the table"
-        caption = f"step {1e3 * (last - first):.4g} ms; {bubbles}"
-        return Chart(self.title, caption, labels, bars)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file: a picture of all steps, the cells as JSON, or a trace for Perfetto.
@@ -165,7 +140,7 @@ class Trace:
         check_ending(path)
         name = pathlib.Path(path).name.lower()
         if not name.endswith(".json"):
-            write(charts_figure([self.chart(step) for step in range(self.num_steps)]), path, self.title)
+            write(charts_figure([_chart(self, step) for step in range(self.num_steps)]), path, self.title)
             return
         tree = self.to_perfetto() if name.endswith(PERFETTO) else self.to_json()
         pathlib.Path(path).write_text(json.dumps(tree) + "\n", encoding="utf-8")
@@ -227,6 +202,28 @@ class Trace:
         return trace_events(names, slices)
 
 
+def _chart(trace: Trace, step: int) -> Chart:
+    """A step, counted from 0, as a chart that `jpipe.draw` draws."""
+    first, last = trace._bounds(step)
+    rows = {where: i for i, where in enumerate(trace.devices)}
+    replicas = len({replica for _, replica in rows}) > 1
+    labels = [f"device {d}" + (f".{r}" if replicas else "") for d, r in rows]
+    stages = {d: sorted({c.stage for c in trace.cells if c.device == d and c.stage is not None}) for d, _ in rows}
+    bars = []
+    for cell in trace.cells:
+        if cell.step != step or cell.operation == "idle":
+            continue
+        known = stages[cell.device]
+        lightness = known.index(cell.stage) / (len(known) - 1) if cell.stage is not None and len(known) > 1 else 0.0
+        word = "" if cell.microbatch is None else str(cell.microbatch)
+        row = rows[cell.device, cell.replica]
+        bars.append(Bar(row, cell.start_seconds - first, cell.end_seconds - first, cell.operation, word, lightness))
+    measured = "measured" if trace.num_steps == 1 else f"measured in {trace.num_steps} steps"
+    bubbles = f"bubble {trace.bubble:.1%} {measured}, {trace.table_bubble:.1%} in the table"
+    caption = f"step {1e3 * (last - first):.4g} ms; {bubbles}"
+    return Chart(trace.title, caption, labels, bars)
+
+
 def check_ending(path: str | os.PathLike[str]) -> None:
     """Raises a `ValueError` if a trace cannot be written to a file of this name."""
     endings = (*SUFFIXES, ".json", PERFETTO)
@@ -265,5 +262,5 @@ def draw(traces: Sequence[Trace], path: str | os.PathLike[str]) -> None:
         raise ValueError("`traces` must hold at least one trace, got none.")
     if not pathlib.Path(path).name.lower().endswith(SUFFIXES):
         raise ValueError(f"cannot draw to {shown(os.fspath(path))}: its name must end in {', '.join(SUFFIXES)}.")
-    charts = [trace.chart(trace.median_step) for trace in traces]
+    charts = [_chart(trace, trace.median_step) for trace in traces]
     write(charts_figure(charts), path, "; ".join(trace.title for trace in traces))

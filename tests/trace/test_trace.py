@@ -141,7 +141,6 @@ def test_other_tables(make):
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
-        (S.gpipe(4, 1), {}),
         (S.gpipe(4, 4), {"overlap": True}),
         (S.one_f_one_b(4, 4, ticks="unit"), {}),
         (S.one_f_one_b(2, 4), {"overlap": True, "recompute": "full"}),

@@ -375,6 +375,18 @@ def test_no_flipped_bit_makes_another_configuration(tmp_path):
             lambda: TrainConfig(MLP(), MNIST(), eval_batches=3),
             "got 3 without `eval_every`, so there are no such evaluations. Set `eval_e",
         ),
+        *(
+            (lambda text=text: TrainConfig(MLP(), MNIST(), profile=text), f"the steps 10, 11 and 12, got '{text}'.")
+            for text in ("10", "10:10", "0:2", "13:10", "a:b", "-1:3", "1:2:3", "")
+        ),
+        (
+            lambda: TrainConfig(MLP(), MNIST(), num_steps=12, profile="10:14"),
+            "`profile` must lie within the 12 steps of the run, got 10:14: it ends with step 13.",
+        ),
+        (
+            lambda: TrainConfig(MLP(), MNIST(), PipelineConfig("pipemare", synchronous_steps=11), profile="10:13"),
+            "`profile` must name steps of one schedule, got 10:13: pipemare takes over after step 11",
+        ),
         (lambda: TrainConfig(MLP(), MNIST(), seed=-1), "`seed` must lie in [0, 2**32)"),
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (

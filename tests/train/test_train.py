@@ -498,6 +498,26 @@ def test_mistakes_are_one_line_and_leave_nothing(words, message, capsys, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_profiled_steps_leave_a_trace(base, tmp_path, capsys):
+    """Of the steps that are named, in three files; the run computes what it would without."""
+    run_dir = tmp_path / "run"
+    assert main([*TINY, *options("num_steps=6", "profile=2:4", f"run_dir={run_dir}")]) == 0
+    assert training_losses(run_dir) == training_losses(base)
+    trace = jpipe.trace.read(run_dir / "trace.json")
+    assert trace.num_steps == 2
+    assert (run_dir / "trace.svg").read_text().startswith("<?xml")
+    assert json.loads((run_dir / "trace.perfetto.json").read_text())["traceEvents"]
+    assert f"trace: bubble {trace.bubble:.1%} measured in 2 steps, 33.3% in the table" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_without_a_trace_that_cannot_be_recorded(tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    words = options("num_steps=3", "profile=2:4", f"run_dir={run_dir}")
+    with jax.profiler.trace(str(tmp_path / "other")), pytest.warns(UserWarning, match="no trace .* End the other"):
+        assert main([*ONE_STAGE, *words]) == 0
+    assert not list(run_dir.glob("trace*"))
+
+
 def test_a_run_folder_without_space_is_noticed_before_compilation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(jpipe, "Pipeline", None)  # nothing gets so far
     with file_size_limit(1000):
