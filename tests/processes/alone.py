@@ -26,6 +26,7 @@ def main(folder):
         [layouts.Block] * 2,
         loss=layouts.loss,
         optimizer=optax.sgd(0.1),
+        donate=False,
         schedule=schedules.gpipe(2, 2),
         mesh=mesh,
     )
@@ -36,6 +37,7 @@ def main(folder):
     for name, call in {
         "process_rows": lambda: process_rows(pipe),
         "get_params": lambda: len(pipe.get_params(state)),
+        "trace": lambda: pipe.trace(state, batch)[1].devices,
         "save": lambda: checkpoints.save(1, state),
     }.items():
         try:

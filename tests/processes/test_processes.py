@@ -236,5 +236,6 @@ def test_each_process_may_have_a_pipeline_of_its_own(tmp_path):
         start = rf"^\[{process}\] "
         assert re.search(rf"{start}process_rows: \[0, 1, 2, 3\]$", done.stdout, re.M)
         assert re.search(rf"{start}get_params: 2$", done.stdout, re.M)
+        assert re.search(rf"{start}trace: \[\(0, 0\), \(1, 0\)\]$", done.stdout, re.M)
         refused = r"save: ValueError: .*must have devices of all processes"
         assert re.search(start + refused, done.stdout, re.M), done.stdout
