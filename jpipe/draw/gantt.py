@@ -26,7 +26,7 @@ BAR_KINDS = {
     "message": Kind("m", "#f0b36b", ""),
     "embed": Kind("E", "#b39ddb", ""),
     "head": Kind("H", "#7e57c2", ""),
-    "embed_backward": Kind("e", "#5e35b1", ""),
+    "embed_backward": Kind("D", "#5e35b1", ""),
     "commit": Kind("C", "#bdbdbd", ""),
 }
 """Operation -> the letter and the colours of its bars. Idle time has no bar."""

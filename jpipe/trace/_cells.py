@@ -240,7 +240,8 @@ def match(
 ) -> list[tuple[tuple[int, int], int, int, str, Entry, Interval]]:
     """Each cell of the table with the time at which it ran: (device, replica), step, tick, operation, entry, interval.
 
-    All devices that take part enter a message, or an update, together: it begins when the last of them has come.
+    All devices enter a message, an update, or a layer that they run together at once: it begins when the last of them
+    has come.
 
     Args:
       spans: (device, replica) -> what it has done.
@@ -269,8 +270,8 @@ def match(
 
 
 def _is_entered_together(operation: str) -> bool:
-    """Returns whether all devices run an operation in the same tick, also those that it has nothing for."""
-    return operation == UPDATE or operation.startswith("message")
+    """Returns whether all devices run an operation in the same tick: updates, messages, and layers that they share."""
+    return operation == UPDATE or operation not in OF_COLUMNS
 
 
 def _check(

@@ -37,8 +37,8 @@ class Trace:
 
     Attributes:
       cells: the cells of every step and device, by start: each operation of the table once, the messages and the
-        updates, and between them "idle" cells. A message, and an update, begins when the last device that takes part
-        has entered it; the wait before is idle time.
+        updates, and between them "idle" cells. What all devices enter together, such as a message or an update, begins
+        when the last device that takes part has entered it; the wait before is idle time.
       executions: each step on each device, as the runtime reports it.
       table_bubble: the bubble of the table, with equally long operations: `jpipe.Schedule.facts`.
       title: the schedule, in words.
@@ -117,11 +117,12 @@ class Trace:
         legend = [f"{BAR_KINDS[name].letter} {word}" for name, word in chart_legend([chart]).items()]
         lines = [chart.title, chart.caption, "", *chart_text(chart, width), "   ".join([*legend, ". idle"]), ""]
         names = list(self.seconds())
-        lines.append("ms per step".ljust(14) + "".join(f"{name:>13}" for name in names))
+        wide = 2 + max(11, *map(len, names))
+        lines.append("ms per step".ljust(14) + "".join(f"{name:>{wide}}" for name in names))
         for device in sorted({device for device, _ in self.devices}):
             rows = sum(d == device for d, _ in self.devices) * self.num_steps
             seconds = self.seconds(device)
-            values = "".join(f"{1e3 * seconds.get(name, 0.0) / rows:13.3f}" for name in names)
+            values = "".join(f"{1e3 * seconds.get(name, 0.0) / rows:{wide}.3f}" for name in names)
             lines.append(f"device {device}".ljust(14) + values)
         return "\n".join(lines)
 
