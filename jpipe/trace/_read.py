@@ -5,6 +5,7 @@ platforms. Each platform has a function here. What they return is alike.
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -45,9 +46,14 @@ def runs_of(profile: Any, platform: str, module: str) -> dict[int, Runs]:
       module: the name of the program, such as "jit__run_step".
     """
     reader = READERS.get(platform, gpu_runs)
+    with warnings.catch_warnings():
+        # Python 3.12 warns about the types of a profile when they are first used. Where warnings are errors, jaxlib
+        # would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        by_device = reader(profile.planes, module)
     return {
         ordinal: Runs(sorted(runs.instructions, key=lambda run: run.start), sorted(runs.executions))
-        for ordinal, runs in reader(profile.planes, module).items()
+        for ordinal, runs in by_device.items()
     }
 
 
