@@ -252,12 +252,12 @@ def match(
     """
     matched = []
     entered: dict[tuple[int, int, int, str], float] = {}
-    for (_, replica), of_device in spans.items():
-        for (step, tick, key), (start, _) in of_device.ran.items():
+    for (_, replica), done in spans.items():
+        for (step, tick, key), (start, _) in done.ran.items():
             together = replica, step, tick, key.operation
             entered[together] = max(start, entered.get(together, start))
-    for (device, replica), of_device in spans.items():
-        times = {(step, tick, *key): interval for (step, tick, key), interval in of_device.ran.items()}
+    for (device, replica), done in spans.items():
+        times = {(step, tick, *key): interval for (step, tick, key), interval in done.ran.items()}
         for step, table in enumerate(expected):
             wanted = {at[1:]: entry for at, entry in table.items() if at[0] == device}
             _check(wanted, times, (device, step))

@@ -54,7 +54,7 @@ def places_of(module: bytes) -> Mapping[str, Place]:
     """
     program = HloProgram(module, b"")
     branches = _branches(program)
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for at, instruction in enumerate(program.order):
         chain = [*program.enclosing(at), instruction]
         loop, depth = _loop(chain)
@@ -69,16 +69,16 @@ def places_of(module: bytes) -> Mapping[str, Place]:
             key = key._replace(lane=lane_of(statement.op_name))
         guard = statement.opcode == "conditional" and instruction is statement
         inside = place is not None and place.in_branch
-        found[instruction.name] = Place(
+        places[instruction.name] = Place(
             loop, statement.name, program.position[statement.id], key, inside, inside or guard
         )
     # A lane that is busy in all ticks may have no branch: all of it runs.
-    guarded = {(place.loop, place.key) for place in found.values() if place.runs}
+    guarded = {(place.loop, place.key) for place in places.values() if place.runs}
     return {
         name: place
         if place.key is None or (place.loop, place.key) in guarded
         else place._replace(runs=True, counts=True)
-        for name, place in found.items()
+        for name, place in places.items()
     }
 
 

@@ -64,7 +64,7 @@ def cpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
     program is "ThunkExecutor::Execute" around such events. If it ends while collectives wait, other threads go on in
     events of the same name, and "(wait for completion)" ends with the last of them.
     """
-    found: dict[int, Runs] = {}
+    by_device: dict[int, Runs] = {}
     executions: dict[tuple[int, Any], Interval] = {}
     waits: list[tuple[int, Any, float, float]] = []
 
@@ -86,15 +86,15 @@ def cpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
             if event.name == _WAIT:
                 waits.append((ordinal, run_id, start, end))
             elif statistics.get("hlo_module") == module:
-                runs = found.setdefault(ordinal, Runs([], []))
+                runs = by_device.setdefault(ordinal, Runs([], []))
                 runs.instructions.append(Run(str(statistics.get("hlo_op", event.name)), start, end))
                 extend(ordinal, run_id, *(around if start < around[1] else (start, end)))
     for ordinal, run_id, start, end in waits:
         if (ordinal, run_id) in executions:
             extend(ordinal, run_id, start, end)
     for (ordinal, _), interval in executions.items():
-        found[ordinal].executions.append(interval)
-    return found
+        by_device[ordinal].executions.append(interval)
+    return by_device
 
 
 def gpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
@@ -103,7 +103,7 @@ def gpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
     A kernel has the statistics "hlo_op" and "hlo_module", the instruction that has started it. Conditionals and loops
     have no events. Lines of other names repeat what the streams hold.
     """
-    found: dict[int, Runs] = {}
+    by_device: dict[int, Runs] = {}
     for ordinal, plane in _devices(planes, "GPU"):
         runs = Runs([], [])
         for line in plane.lines:
@@ -116,8 +116,8 @@ def gpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
                 if statistics.get("hlo_module") == module and "hlo_op" in statistics:
                     name = str(statistics["hlo_op"])
                     runs.instructions.append(Run(name, event.start_ns, event.start_ns + event.duration_ns))
-        found[ordinal] = runs
-    return found
+        by_device[ordinal] = runs
+    return by_device
 
 
 def tpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
@@ -126,7 +126,7 @@ def tpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
 
     An event of an instruction is named by its whole text, `%fusion.3 = f32[8] fusion(...)`.
     """
-    found: dict[int, Runs] = {}
+    by_device: dict[int, Runs] = {}
     for ordinal, plane in _devices(planes, "TPU"):
         lines = list(plane.lines)
         runs = Runs([], [])
@@ -141,8 +141,8 @@ def tpu_runs(planes: Iterable[Any], module: str) -> dict[int, Runs]:
                 name = _INSTRUCTION.fullmatch(event.name)
                 if name and any(first <= start < last for first, last in runs.executions):
                     runs.instructions.append(Run(name[1], start, end))
-        found[ordinal] = runs
-    return found
+        by_device[ordinal] = runs
+    return by_device
 
 
 READERS: dict[str, Callable[[Iterable[Any], str], dict[int, Runs]]] = {"cpu": cpu_runs, "tpu": tpu_runs}

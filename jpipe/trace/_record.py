@@ -168,8 +168,8 @@ def trace_of(
         operation = "message" if name.startswith("message") else name
         cell = Cell(device, tick, operation, *seconds(interval), entry.stage, entry.microbatch, step, replica)
         cells.setdefault((device, replica, step), []).append(cell)
-    for (device, replica, step), of_device in cells.items():
-        of_device += idle_cells(of_device, seconds(spans[device, replica].whole[step]))
+    for (device, replica, step), here in cells.items():
+        here += idle_cells(here, seconds(spans[device, replica].whole[step]))
     return Trace(
         cells=tuple(sorted((cell for each in cells.values() for cell in each), key=_order)),
         executions=tuple(
