@@ -294,7 +294,7 @@ def _check(
             raise ValueError(
                 f"the profile {words} {operation} in tick {tick} of device {device}, step {step}, and {len(cells) - 1} "
                 "more cells. The profiler drops events if its memory is full: trace fewer steps, or a schedule with "
-                "fewer microbatches."
+                "fewer microbatches. XLA for CPUs runs a loop over few bytes as one instruction: trace a larger model."
             )
 
 

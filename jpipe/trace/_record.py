@@ -74,7 +74,7 @@ def record(state: PipelineState) -> Iterator[Recording]:
       ...     optimizer=optax.sgd(0.1),
       ...     schedule=jpipe.schedules.gpipe(num_stages=1, num_microbatches=2),
       ... )
-      >>> batch = {"inputs": jnp.ones(4)}
+      >>> batch = {"inputs": jnp.ones((4, 4096))}
       >>> state = pipe.init(jax.random.key(0), batch)
       >>> with jpipe.trace.record(state) as recording:
       ...     for _ in range(2):
