@@ -904,6 +904,7 @@ class Pipeline:
         programs: Sequence[str] | None = None,
         min_seconds: float = 0.5,
         devices: Sequence[jax.Device] | None = None,
+        whole: "jpipe.plan.Profile | None" = None,
     ) -> "jpipe.plan.Profile":
         """Measures the time of each layer for one microbatch: see `jpipe.plan.profile`.
 
@@ -917,6 +918,9 @@ class Pipeline:
           min_seconds: the fewest seconds for which each program is measured.
           devices: the devices that measure, all at once, as they share memory and cores in training; None: the mesh's
             first device alone. Of several processes the first one measures, on devices of its own.
+          whole: a profile of the same layers and microbatch without other axes than "stage". Then nothing is measured,
+            and the result is the share of a device where the axes "expert" and "context" of the mesh split layers,
+            with the bytes that it sends along them.
 
         Returns:
           A `jpipe.plan.Profile`.
@@ -933,6 +937,7 @@ class Pipeline:
             programs=programs,
             min_seconds=min_seconds,
             devices=devices,
+            whole=whole,
         )
 
     @public("lower")

@@ -25,7 +25,11 @@ TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
 _SUM_OF = {
     "fused_backward": ("backward", "weight_grad"),
     "gradient_transfer": ("transfer",),
+    "gradient_exchange": ("exchange",),
 }
+
+_EXCHANGES = {"forward": "exchange", "backward": "gradient_exchange", "weight_grad": "weight_exchange"}
+"""Kind of operation -> the name of the cost of the collectives in its layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +51,12 @@ class Costs:
       fused_backward: time of both gradients in one operation. None: the sum of `backward` and
         `weight_grad`.
       exchange: time of the collectives in the layers of a stage, such as the all-to-alls of
-        experts, once in a forward and once in an input gradient, beside their compute. They pass while the
-        device computes for another microbatch in the same tick; for the rest of them it waits.
-        Lockstep only.
+        experts, in a forward, beside its compute. They pass while the device computes for another
+        microbatch in the same tick; for the rest of them it waits. Lockstep only.
+      gradient_exchange: the same in an input gradient, or in a backward that is not split. None: the same as
+        `exchange`.
+      weight_exchange: the same in a weight gradient of a split backward.
+      overlaps: whether exchanges pass while the device computes, as above. If not, it waits for all of them.
       update: time of a stage's optimizer, once per minibatch, with the sum over its copies.
       tick: time that devices lose by waiting for each other, per tick that sends messages,
         and once more per tick that updates. Lockstep only.
@@ -70,6 +77,9 @@ class Costs:
     gradient_transfer: ArrayLike | None = None
     fused_backward: ArrayLike | None = None
     exchange: ArrayLike = 0.0
+    gradient_exchange: ArrayLike | None = None
+    weight_exchange: ArrayLike = 0.0
+    overlaps: bool = True
     update: ArrayLike = 0.0
     tick: float = 0.0
     jitter: float = 0.0
@@ -79,7 +89,7 @@ class Costs:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             cost = getattr(self, field.name)
-            if cost is None and field.default is None:
+            if field.name == "overlaps" or (cost is None and field.default is None):
                 continue
             value = np.asarray(cost)
             is_fraction = field.name == "jitter"
@@ -105,7 +115,7 @@ class Costs:
           ValueError: if a cost is an array for another number of stages.
         """
         costs: dict[str, np.ndarray] = {}
-        for name in (*_KINDS, "fused_backward", "exchange", "update", *TRANSFERS.values()):
+        for name in (*_KINDS, "fused_backward", *_EXCHANGES.values(), "update", *TRANSFERS.values()):
             cost = getattr(self, name)
             if cost is None:
                 costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
@@ -138,6 +148,9 @@ class Timing:
       end: kind of operation -> `[N, C]`, when each operation ends.
       num_processors: the number of devices that can compute at full speed at a time: D, or fewer if
         they share cores.
+      exchange: `[D]`, the time of the collectives in the layers of each device.
+      exposed: `[D]`, the part of it in which the device waits, because it computes nothing else. Nonzero only in
+        lockstep.
       communicating: the part of the makespan in which all devices wait for messages.
         Nonzero only in lockstep.
     """
@@ -149,6 +162,8 @@ class Timing:
     start: dict[str, np.ndarray]
     end: dict[str, np.ndarray]
     num_processors: float
+    exchange: np.ndarray
+    exposed: np.ndarray
     communicating: float = 0.0
 
     @property
@@ -211,13 +226,13 @@ def simulate(
             f'`mode` must be "lockstep" or "dependencies", got {shown(mode)}: the first is one '
             "program on all devices, the second one program per device."
         )
-    in_lockstep = (costs.num_cores, costs.tick, costs.jitter, np.any(costs.exchange))
-    if mode == "dependencies" and any(in_lockstep):
+    stage_costs = costs.of_stages(schedule.num_stages)
+    exchanges = any(stage_costs[name].any() for name in _EXCHANGES.values())
+    if mode == "dependencies" and any((costs.num_cores, costs.tick, costs.jitter, exchanges)):
         raise ValueError(
             "`num_cores`, `tick`, `jitter` and `exchange` are costs of devices in lockstep, got "
             'mode="dependencies". Use mode="lockstep".'
         )
-    stage_costs = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
         stage_costs["backward"] = stage_costs["fused_backward"]
     length = {name: cost if name in TRANSFERS.values() else cost[schedule.stage] for name, cost in stage_costs.items()}
@@ -265,6 +280,8 @@ def _timing(
         start,
         end,
         D if cores is None else min(D * costs.cores_per_device, cores),
+        exchange=np.bincount(schedule.device, in_column * sum(length[_EXCHANGES[kind]] for kind in start), D),
+        exposed=np.zeros(D),
     )
 
 
@@ -305,9 +322,10 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
-    if length["exchange"].any():
-        waiting = work + _exposed(schedule, length)
-        transfer += waiting.max(axis=1) - work.max(axis=1)
+    exposed = np.zeros((T, D))
+    if any(length[name].any() for name in _EXCHANGES.values()):
+        exposed = _exposed(schedule, length, costs.overlaps)
+        transfer += (work + exposed).max(axis=1) - work.max(axis=1)
     for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
@@ -326,26 +344,26 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
             for times in (start[kind], end[kind]):
                 times[ticks == IDLE] = np.nan
     timing = _timing(schedule, length, costs, makespan, start, end)
-    return dataclasses.replace(timing, communicating=float(transfer.sum()))
+    return dataclasses.replace(timing, communicating=float(transfer.sum()), exposed=exposed.sum(axis=0))
 
 
-def _exposed(schedule: Schedule, length: dict) -> np.ndarray:
+def _exposed(schedule: Schedule, length: dict, overlaps: bool) -> np.ndarray:
     """`[T, D]`, the time that a device waits for the collectives of its layers.
 
-    Those of one pass lie under what the device computes in the other pass, if that is of another microbatch or stage.
+    Those of one pass lie under what the device computes in the other pass, if that is of another microbatch or stage,
+    and if the devices overlap them at all.
     """
     shape = schedule.num_ticks, schedule.num_devices
     compute = {name: np.zeros(shape) for name in ("forward", "backward")}
     exchange = {name: np.zeros(shape) for name in compute}
-    depends = np.zeros(shape, bool)
+    depends = np.full(shape, not overlaps)
     for kind in _ticks(schedule):
         runs = getattr(schedule, kind) != IDLE
         name = "forward" if kind == "forward" else "backward"
         for t, c in np.argwhere(runs).tolist():
             d = schedule.device[c]
             compute[name][t, d] += length[kind][c]
-            if kind != "weight_grad":
-                exchange[name][t, d] += length["exchange"][c]
+            exchange[name][t, d] += length[_EXCHANGES[kind]][c]
             depends[t, d] |= kind == "backward" and schedule.forward[t, c] == schedule.backward[t, c]
     covered = {name: np.where(depends, 0.0, compute[other]) for name, other in zip(compute, reversed(compute))}
     return np.maximum([exchange[name] - covered[name] for name in compute], 0.0).sum(axis=0)

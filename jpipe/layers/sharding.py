@@ -185,9 +185,14 @@ def _output_specs(program: LayerProgram) -> list[tuple]:
 
 def read_in_parts(program: LayerProgram) -> list[tuple[str, ...]]:
     """The axes of each parameter over which the layer's own maps take it in parts, see `jpipe.layers.mapped`."""
+    return [tuple(sorted({name for spec in specs for name in axes(tuple(spec))})) for specs in read_by_maps(program)]
+
+
+def read_by_maps(program: LayerProgram) -> list[list[PartitionSpec]]:
+    """The specs by which the layer's own maps take each parameter."""
     equations = program.forward_equations
     number_of = {v: j for j, v in enumerate(equations.inputs[: len(program.parameters)])}
-    names: list[set[str]] = [set() for _ in program.parameters]
+    specs: list[list[PartitionSpec]] = [[] for _ in program.parameters]
     for eqn in equations.equations:
         numbers = [number_of[v] if contains(number_of, v) else None for v in eqn.invars]
         if eqn.primitive.name in _AS_SPLIT and numbers[0] is not None:
@@ -195,8 +200,8 @@ def read_in_parts(program: LayerProgram) -> list[tuple[str, ...]]:
         if eqn.primitive is mapped_p:
             for j, spec in zip(numbers, eqn.params["in_specs"], strict=True):
                 if j is not None:
-                    names[j].update(axes(tuple(spec)))
-    return [tuple(sorted(n)) for n in names]
+                    specs[j].append(spec)
+    return specs
 
 
 _AS_SPLIT = ("convert_element_type", "constrain", "copy")

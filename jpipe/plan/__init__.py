@@ -5,6 +5,8 @@ The names of `jpipe.solvers` are here too.
 
 from jpipe._util.sizes import size_text
 from jpipe.plan._choose import Candidate, Ranking, Skipped, choose
+from jpipe.plan._exchanges import Axis, Exchange
+from jpipe.plan._groups import Traffic
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import measure_machine
 from jpipe.plan._predict import Prediction, predict
@@ -36,9 +38,11 @@ from jpipe.solvers import (
 
 __all__ = [
     "PROGRAMS",
+    "Axis",
     "Blocks",
     "Candidate",
     "Configuration",
+    "Exchange",
     "Graph",
     "LayerProfile",
     "Machine",
@@ -50,6 +54,7 @@ __all__ = [
     "Skipped",
     "Solution",
     "Stage",
+    "Traffic",
     "balance_by_memory",
     "balance_by_time",
     "block_partition",

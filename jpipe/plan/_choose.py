@@ -13,6 +13,8 @@ from jpipe import schedules
 from jpipe._util.foreign import shown
 from jpipe._util.sizes import size_text
 from jpipe.compress import Compressor
+from jpipe.plan._exchanges import Axis
+from jpipe.plan._groups import groups
 from jpipe.plan._plans import Plan, is_wanted, plans, plans_with_copies
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
@@ -43,6 +45,7 @@ class Candidate(Plan):
       offload: the arrays in host memory.
       why: the reason why the candidate is not the first of its ranking; empty for the first.
       num_tensor_devices: T, devices of each stage, which split its operators by a strategy; see `jpipe.plan.tensor`.
+      axes: further axes of the mesh, along which the devices of a stage share its rows, positions and experts.
     """
 
     recompute: str
@@ -53,11 +56,13 @@ class Candidate(Plan):
     offload: Offload = NO_OFFLOAD
     why: str = ""
     num_tensor_devices: int = 1
+    axes: tuple[Axis, ...] = ()
 
     @property
     def num_devices(self) -> int:
         """Devices of all replicas."""
-        pipeline = len(self.prediction.timing.busy) * self.num_tensor_devices
+        group = self.num_tensor_devices * math.prod(axis.size for axis in self.axes)
+        pipeline = len(self.prediction.timing.busy) * group
         return pipeline * self.num_replicas
 
 
@@ -69,11 +74,12 @@ class Skipped(Plan):
       schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: see
         `Candidate`.
       why: the reason, in the words of the schedule's builder if the builder refused.
-      num_tensor_devices: see `Candidate`.
+      num_tensor_devices, axes: see `Candidate`.
     """
 
     why: str
     num_tensor_devices: int = 1
+    axes: tuple[Axis, ...] = ()
 
 
 class Ranking(list[Candidate]):
@@ -111,7 +117,8 @@ def choose(
     devices.
 
     Args:
-      profiles: profiles of one model at one or more microbatch sizes.
+      profiles: profiles of one model at one or more microbatch sizes, and split over axes of a mesh. Plans with a
+        profile that is split have groups of devices for stages.
       machine: the devices and their memory limit.
       batch_size: B, samples per minibatch.
       asynchronous: whether schedules with delayed gradients are allowed. If not, none is
@@ -167,7 +174,9 @@ def choose(
     candidates: list[Candidate] = []
     skipped: list[Skipped] = []
     for profile in profiles:
-        given = profile, machine, batch_size, names
+        if machine.num_devices % profile.group_size:
+            raise ValueError(_unfilled(profile, machine))
+        given = profile, groups(machine, profile.group_size), batch_size, names
         with_cuts = [
             *((plan, None) for plan in plans(*given)),
             *plans_with_copies(*given),
@@ -241,7 +250,7 @@ class _Pricing:
         """
         refusal = schedules.refusal(plan.schedule, plan.num_stages, plan.num_microbatches, **plan.options)
         if refusal is not None:
-            yield Skipped(**vars(plan), why=refusal)
+            yield Skipped(**vars(plan), why=refusal, axes=profile.axes)
             return
         schedule, recompute, sharing = plan.table(), self.recompute, self.sharing
         if profile.recompute not in _SAME_PROGRAMS:
@@ -252,7 +261,7 @@ class _Pricing:
             profiled = dataclasses.replace(profile, recompute=value)
             candidate = self._best_cut(schedule, plan, profiled, cut, shard)
             if candidate is None:
-                yield Skipped(**vars(plan), why=_tied(profile))
+                yield Skipped(**vars(plan), why=_tied(profile), axes=profile.axes)
                 return
             yield candidate
 
@@ -291,6 +300,7 @@ class _Pricing:
                 fits=prediction.num_bytes <= self.machine.memory_limit,
                 shard_optimizer=shard,
                 offload=offload,
+                axes=profile.axes,
             )
 
         candidates: list[Candidate] = []
@@ -304,6 +314,14 @@ class _Pricing:
                 price = functools.partial(priced, list(c.boundaries))
                 candidates += _offloaded(schedule, c, price, self.machine.memory_limit)
         return min(candidates, key=_rank, default=None)
+
+
+def _unfilled(profile: Profile, machine: Machine) -> str:
+    axes = " and ".join(f"{axis.name!r} of {axis.size}" for axis in profile.axes)
+    return (
+        f"a profile has groups of {profile.group_size} devices, {axes}, which do not fill {machine.num_devices} devices. "
+        "Choose axes whose sizes divide the number of devices."
+    )
 
 
 def _tied(profile: Profile) -> str:

@@ -49,9 +49,15 @@ def is_wanted(name: str, asynchronous: bool) -> bool:
     return not table.forward_only and (asynchronous or table.synchronous)
 
 
+def hides_exchanges(profile: Profile, machine: Machine) -> bool:
+    """Returns whether layers send something, and devices can compute meanwhile."""
+    return machine.overlaps and any(layer.exchanges for layer in profile.layers)
+
+
 def plans(profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]) -> Iterator[Plan]:
     """The plans of one microbatch size."""
     size, num_layers = profile.microbatch_size, len(profile.layers)
+    overlaps = hides_exchanges(profile, machine)
     for replicas in range(1, machine.num_devices + 1):
         if batch_size % (size * replicas):
             continue
@@ -62,7 +68,7 @@ def plans(profile: Profile, machine: Machine, batch_size: int, names: Sequence[s
         for name, devices in itertools.product(names, range(1, most + 1)):
             if devices == 1 and name != alone:
                 continue
-            for S, options in _options(name, devices, num_layers):
+            for S, options in _options(name, devices, num_layers, overlaps):
                 yield Plan(
                     name,
                     options,
@@ -77,7 +83,7 @@ def plans_with_copies(
     profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
 ) -> Iterator[tuple[Plan, list[int]]]:
     """The plans of one microbatch size whose stages have copies, each with its boundaries."""
-    size = profile.microbatch_size
+    size, overlaps = profile.microbatch_size, hides_exchanges(profile, machine)
     names = [n for n in names if "replicas" in _parameters(n)]
     if not names or math.isinf(min(machine.bandwidth)):
         return
@@ -88,7 +94,7 @@ def plans_with_copies(
         for devices in range(2, machine.num_devices // pipelines + 1):
             for replicas, cut in _copies(profile, machine, devices, N):
                 for name in names:
-                    for tick in _ticks_of(name):
+                    for tick in _ticks_of(name, overlaps):
                         options = {**tick, "replicas": replicas}
                         plan = Plan(
                             name,
@@ -147,16 +153,24 @@ def _parameters(name: str) -> Mapping[str, Any]:
     return inspect.signature(schedules.get(name)).parameters
 
 
-def _ticks_of(name: str) -> list[dict[str, Any]]:
-    """The options for the kinds of ticks of a schedule."""
+def _ticks_of(name: str, overlaps: bool) -> list[dict[str, Any]]:
+    """The options for the kinds of ticks of a schedule.
+
+    Args:
+      name: the schedule.
+      overlaps: whether layers send what can pass while another microbatch is computed.
+    """
     if "ticks" not in _parameters(name):
         return [{}]
-    return [{"ticks": "paired"}, {"ticks": "unit"}]
+    kinds = ["paired", "unit"]
+    if overlaps and schedules.refusal(name, 8, 8, ticks="overlapped") is None:
+        kinds.append("overlapped")
+    return [{"ticks": kind} for kind in kinds]
 
 
-def _options(name: str, devices: int, num_layers: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _options(name: str, devices: int, num_layers: int, overlaps: bool) -> Iterator[tuple[int, dict[str, Any]]]:
     """The numbers of stages, and the options, with which a schedule uses the devices."""
-    parameters, ticks = _parameters(name), _ticks_of(name)
+    parameters, ticks = _parameters(name), _ticks_of(name, overlaps)
     chunks = schedules.stages_per_device(name, num_layers // devices)
     for v, tick in itertools.product(chunks, ticks):
         S = devices * v

@@ -22,6 +22,7 @@ from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.versions import num_versions_of
 from jpipe.options.communication import message_compression
 from jpipe.packing import Leaf, Packing
+from jpipe.plan._groups import Traffic, exchange_costs, groups, traffic_of
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
@@ -45,6 +46,8 @@ class Prediction:
       delay: the largest delay of a gradient: updates between reading the weights that it was
         computed with and applying it.
       host_seconds: the part of the seconds in which a device sends to host memory and fetches from it.
+      traffic: what the device that sends most sends along axes of the mesh inside of its layers, one record for each
+        axis.
     """
 
     seconds: float
@@ -52,6 +55,7 @@ class Prediction:
     memory: Memory
     delay: int
     host_seconds: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +77,8 @@ def predict(
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
+    Of a profile with axes every stage is a group of devices, which share its layers and exchange along the axes.
+
     - A tick lasts as long as its busiest device, or as all its work on the cores that devices
       share. The machine's jitter makes it longer.
     - Then come the updates of the tick. Before them the replicas of a stage add up their gradients
@@ -85,7 +91,7 @@ def predict(
       profile: the costs of the layers. A replica's minibatch is `num_microbatches` microbatches of
         the profile.
       boundaries: the layer at which each stage after the first begins.
-      machine: the machine. The devices of a replica are neighbours.
+      machine: the machine. The devices of a replica are neighbours, and so are those of a group.
       num_replicas: the number of copies of the pipeline.
       shard_optimizer: whether the replicas of a stage share its update, as of `Pipeline`. Each takes an
         equal part of its time and of the optimizer's state, which is exact for updates that work element by
@@ -98,17 +104,18 @@ def predict(
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
-      are those of the layer that needs most. Other mesh axes, and the time of `forward_params`,
+      are those of the layer that needs most. Axes of the mesh that the profile has not, and the time of `forward_params`,
       `backward_params` and tied weights, are not included.
 
     Raises:
       ValueError: if the boundaries do not fit, the machine has too few devices, or the
         profile lacks what the table runs.
     """
-    needed = schedule.num_devices * num_replicas
+    size = profile.group_size
+    needed = schedule.num_devices * num_replicas * size
     if needed > machine.num_devices:
         raise ValueError(
-            f"`machine` must have at least {needed} devices, {num_replicas} for each of {schedule.num_devices}, got "
+            f"`machine` must have at least {needed} devices, {num_replicas * size} for each of {schedule.num_devices}, got "
             f"{machine.num_devices}. Use fewer stages or replicas."
         )
     S = schedule.num_stages
@@ -129,6 +136,7 @@ def predict(
         memory=memory,
         host_seconds=moved / host_bandwidth,
         delay=int(schedule.facts().forward_delay.max()),
+        traffic=traffic_of(schedule, profile, starts, machine),
     )
 
 
@@ -151,7 +159,7 @@ def stage_costs(
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
     """
-    split = schedule.splits_backward
+    split, exchange = schedule.splits_backward, exchange_costs(schedule, profile, starts, machine)
 
     # With fewer cores than devices, each device had a share of a core while it was measured.
     cores = machine.num_cores
@@ -161,6 +169,8 @@ def stage_costs(
         seconds = profile.seconds(operation)
         return [share * sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
 
+    if profile.group_size > 1:
+        machine = groups(machine, profile.group_size)
     copies = schedule.copies
     D, S = schedule.num_devices, schedule.num_stages
     # Seconds of the messages after a stage's forward, and after the backward of the next stage.
@@ -200,8 +210,10 @@ def stage_costs(
         update=update,
         tick=machine.tick,
         jitter=machine.jitter,
-        num_cores=None if cores is None else cores / num_replicas,
+        num_cores=None if machine.num_cores is None else machine.num_cores / num_replicas,
         cores_per_device=machine.cores_per_device,
+        overlaps=machine.overlaps,
+        **exchange,
     )
 
 

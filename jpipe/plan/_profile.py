@@ -8,6 +8,7 @@ layers ── traced ──> kinds ── measured among each other ──> Prof
 import dataclasses
 import functools
 import json
+import math
 import os
 import tempfile
 from typing import Any
@@ -16,6 +17,7 @@ import jax
 
 from jpipe._util.foreign import read_json, shown
 from jpipe.layers.avals import num_bytes
+from jpipe.plan._exchanges import Axis, Exchange
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
 from jpipe.schedule import Schedule
@@ -60,6 +62,7 @@ class LayerProfile:
       stash: names of the skips that start here.
       pop: names of the skips that end here.
       frozen: the weights that are not trained.
+      exchanges: what a device sends to the others that share the layer, see `Profile.axes`.
     """
 
     name: str
@@ -86,6 +89,7 @@ class LayerProfile:
     stash: tuple[str, ...]
     pop: tuple[str, ...]
     frozen: tuple[jax.ShapeDtypeStruct, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
@@ -198,6 +202,8 @@ class Profile:
       jax_version: the version of JAX that compiled the programs.
       model: hash of the layers' programs.
       optimizer: hash of the updates.
+      axes: axes of a mesh, each with its number of devices, that share each layer as a group: the costs are those of
+        one of them. `()`: a device has whole layers.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -215,6 +221,17 @@ class Profile:
     jax_version: str
     model: str
     optimizer: str
+    axes: tuple[Axis, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """The number of devices that share each layer."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def exchanges(self, operation: str) -> list[list[Exchange]]:
+        """What a device sends in an operation of each layer; for `operation` see `seconds`."""
+        sends = [name.removesuffix("_and_stash") for name in programs_of(operation, self.recompute)]
+        return [[e for name in sends for e in layer.exchanges if e.operation == name] for layer in self.layers]
 
     @property
     def skips(self) -> dict[str, tuple[int, int, tuple[jax.ShapeDtypeStruct, ...]]]:

@@ -18,6 +18,7 @@ from jpipe._util.foreign import shown
 from jpipe.costs import inner_layers
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.options.settings import Settings
+from jpipe.plan._axes import split
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
     Profile,
@@ -38,6 +39,7 @@ def profile_pipeline(
     programs: Sequence[str] | None,
     min_seconds: float,
     devices: Sequence[jax.Device] | None,
+    whole: Profile | None,
 ) -> Profile:
     """Measures the layers of a pipeline. See `Pipeline.profile`.
 
@@ -54,6 +56,8 @@ def profile_pipeline(
     microbatch = settings.microbatch(batch, num_microbatches)
     key_impl = jax.config.jax_default_prng_impl
     traced = settings.trace(microbatch, key_impl)
+    if whole is not None:
+        return split(whole, traced, settings.mesh)
 
     def first_rows(a: Any, want: jax.ShapeDtypeStruct) -> Any:
         if isinstance(a, jax.ShapeDtypeStruct) or is_global(a):

@@ -16,8 +16,10 @@ import numpy as np
 from jpipe import soap
 from jpipe.plan import _choose
 from jpipe.plan._choose import Ranking
+from jpipe.plan._groups import groups
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import fit_positive
+from jpipe.plan._parts import parts, scaled, with_parts_of_weights
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.soap.layers import LayersGraph
 from jpipe.soap.tasks import Tasks
@@ -75,7 +77,7 @@ class Split:
 
         def changed(layer: LayerProfile) -> LayerProfile:
             seconds: dict[str, Any] = {
-                program: _scaled(getattr(layer, program), share / group_share, 0.0) for program in PROGRAMS
+                program: scaled(getattr(layer, program), share / group_share) for program in PROGRAMS
             }
             return dataclasses.replace(layer, **seconds)
 
@@ -156,7 +158,7 @@ def split(
     sizes = {"model": T}
     specs = [layer_split.parameter_specs for layer_split in traced.splits(strategy, sizes)]
     layers = [
-        _split_layer(layer, share, _parts(layer.parameters, spec, sizes))
+        _split_layer(layer, share, parts(layer.parameters, spec, sizes))
         for layer, share, spec in zip(profile.layers, shares[:-1], specs, strict=True)
     ]
     whole_loss = shares[-1]._replace(forward=1.0, backward=1.0)
@@ -216,31 +218,6 @@ def choose(
         candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)
         skipped += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking.skipped)
     return _choose.ranked(candidates, skipped, machine.memory_limit)
-
-
-def groups(machine: Machine, num_devices: int) -> Machine:
-    """The machine whose devices are groups of neighbours.
-
-    Every device of a group sends its messages over its own link. A core of the result is `num_devices` cores, because
-    that is what a group needs to compute.
-
-    Args:
-      machine: the machine.
-      num_devices: T, devices per group.
-
-    Raises:
-      ValueError: if the groups do not use all devices.
-    """
-    if machine.num_devices % num_devices:
-        raise ValueError(f"{machine.num_devices} devices do not fill groups of {num_devices}. Choose a divisor.")
-    whole_groups = machine.server_size % num_devices == 0
-    cores = machine.num_cores
-    return dataclasses.replace(
-        machine,
-        num_devices=machine.num_devices // num_devices,
-        devices_per_server=machine.server_size // num_devices if whole_groups else 1,
-        num_cores=None if cores is None else cores / num_devices,
-    )
 
 
 def soap_machine(profile: Profile, traced: LayersGraph, machine: Machine, num_devices: int) -> soap.Machine:
@@ -370,66 +347,20 @@ def _median(seconds: Seconds | None) -> float:
     return 0.0 if seconds is None else seconds.median
 
 
-def _parts(
-    parameters: Sequence[jax.ShapeDtypeStruct], specs: Sequence[tuple], sizes: dict
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The part of each weight on one device."""
-
-    def part(aval: jax.ShapeDtypeStruct, spec: tuple) -> jax.ShapeDtypeStruct:
-        shape = list(aval.shape)
-        for dim, entry in enumerate(spec):
-            names = (entry,) if isinstance(entry, str) else entry or ()
-            shape[dim] //= math.prod(sizes[name] for name in names)
-        return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
-
-    return tuple(part(*leaf) for leaf in zip(parameters, specs, strict=True))
-
-
 def _split_layer(
     layer: LayerProfile,
     share: LayerShare,
     parameters: tuple[jax.ShapeDtypeStruct, ...],
 ) -> LayerProfile:
-    split = dataclasses.replace(
-        layer,
-        parameters=parameters,
-        gradients=_like_parts(layer, layer.gradients, parameters),
-        optimizer_state=_like_parts(layer, layer.optimizer_state, parameters),
-    )
+    split = with_parts_of_weights(layer, parameters)
     all_messages = share.backward_messages + share.weight_messages
     kept = split.parameter_bytes / max(layer.parameter_bytes, 1)
     return dataclasses.replace(
         split,
-        forward=_scaled(layer.forward, share.forward, share.forward_messages),
-        forward_and_stash=_scaled(layer.forward_and_stash, share.forward, share.forward_messages),
-        backward=_scaled(layer.backward, share.backward, all_messages),
-        input_grad=_scaled(layer.input_grad, share.backward, share.backward_messages),
-        weight_grad=_scaled(layer.weight_grad, share.backward, share.weight_messages),
-        update=_scaled(layer.update, kept, 0.0),
+        forward=scaled(layer.forward, share.forward, share.forward_messages),
+        forward_and_stash=scaled(layer.forward_and_stash, share.forward, share.forward_messages),
+        backward=scaled(layer.backward, share.backward, all_messages),
+        input_grad=scaled(layer.input_grad, share.backward, share.backward_messages),
+        weight_grad=scaled(layer.weight_grad, share.backward, share.weight_messages),
+        update=scaled(layer.update, kept),
     )
-
-
-def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | None:
-    if seconds is None:
-        return None
-    quantiles = dataclasses.astuple(seconds)
-    return Seconds(*(share * quantile + more for quantile in quantiles))
-
-
-def _like_parts(
-    layer: LayerProfile, arrays: Sequence[jax.ShapeDtypeStruct], parameters: Sequence[jax.ShapeDtypeStruct]
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """`arrays` on one device. Every run of arrays of the weights' shapes is split like the weights."""
-    parts = list(arrays)
-    whole = [aval.shape for aval in layer.parameters]
-    start = 0
-    while whole and start + len(whole) <= len(parts):
-        run = parts[start : start + len(whole)]
-        if [aval.shape for aval in run] == whole:
-            parts[start : start + len(whole)] = [
-                jax.ShapeDtypeStruct(part.shape, aval.dtype) for part, aval in zip(parameters, run)
-            ]
-            start += len(whole)
-        else:
-            start += 1
-    return tuple(parts)

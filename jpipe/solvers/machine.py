@@ -24,6 +24,8 @@ class Machine:
       num_cores: number of cores that all devices share, as CPU devices do; None: devices do not
         share.
       cores_per_device: number of cores that one device can use at once.
+      overlaps: whether collectives inside of layers pass while the device computes for another microbatch of the same
+        tick. If not, it waits for all of them.
 
     Raises:
       ValueError: if a count, size or bandwidth is not above 0, or a time is negative or not finite.
@@ -39,6 +41,7 @@ class Machine:
     step: float = 0.0
     num_cores: float | None = None
     cores_per_device: float = 1.0
+    overlaps: bool = False
 
     def __post_init__(self):
         positive = {
@@ -85,3 +88,23 @@ class Machine:
         if n == 1:
             return 0.0
         return 2 * (n - 1) * self.message_seconds(num_bytes / n, devices)
+
+    def exchange_seconds(
+        self, num_bytes: float, num_messages: int, devices: Sequence[int], *, to_all: bool = False
+    ) -> float:
+        """Seconds of a collective, whose messages follow each other.
+
+        Args:
+          num_bytes: bytes that each device sends to others.
+          num_messages: the messages of a device.
+          devices: the numbers of the devices.
+          to_all: whether a device sends each of the others an equal part, over the link between the two. If not,
+            devices send to a neighbour, and the slowest link between neighbours counts.
+        """
+        if not to_all:
+            return num_messages * self.message_seconds(num_bytes / max(num_messages, 1), devices)
+        servers = [d // self.server_size for d in devices]
+        far = len(devices) - min(map(servers.count, servers))
+        others = max(len(devices) - 1, 1)
+        per_byte = ((others - far) / self.bandwidth[0] + far / self.bandwidth[-1]) / others
+        return num_messages * self.latency + num_bytes * per_byte
