@@ -95,7 +95,8 @@ class _Split:
     def of(cls, program: LayerProgram, specs: tuple, values: ValueSplit, mesh: Mesh) -> "_Split":
         group = compilers_part(mesh)
         assert group is not None
-        stashes = {}
+        # The engine holds what is between the halves of a backward whole.
+        stashes = {"split_residuals": program.split_residuals}
         for prefix, rereads in (("", True), ("full_", False)):
             rerun = program.rereading(rereads)
             local = parts(rerun.stash, stash_specs(rerun, specs, values, mesh), group.shape)
@@ -114,7 +115,7 @@ class _Split:
     def of_loss(cls, traced: TrainingTrace, sizes: Mapping[str, int]) -> "_Split":
         """The loss is split like its inputs, and what it sends are single numbers."""
         values, loss = traced.values, traced.loss
-        stashes = {}
+        stashes = {"split_residuals": loss.split_residuals}
         for prefix, rereads in (("", True), ("full_", False)):
             rerun = loss.rereading(rereads)
             for name in ("input_stash", "weight_stash"):
