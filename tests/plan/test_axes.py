@@ -107,8 +107,10 @@ def test_memory_is_that_of_the_pipeline(axes, schedule, monkeypatch):
     program = pipe._program(BATCH)
     monkeypatch.setattr(program, "lower", lambda: types.SimpleNamespace(compile=lambda: nothing))
     want, got = pipe.memory(BATCH), predict(pipe.schedule, timed(on_axes(**axes)), [2], FREE).memory
-    for part in ("weights", "gradients", "activations", "batch"):
+    for part in ("weights", "gradients", "batch"):
         assert getattr(got, part) == getattr(want, part), part
+    # Arrays that are equal on a device, and not as a whole, share a place in the prediction.
+    np.testing.assert_allclose(got.activations, want.activations, rtol=0 if axes.get("expert") else 2e-3)
     assert 0 <= got.optimizer - want.optimizer <= 4 * len(MIXTURE.layers())
 
 
@@ -161,9 +163,9 @@ def test_what_is_sent_takes_time(schedule):
 def test_overlapped_ticks_hide_it_where_devices_overlap():
     profile, slow = with_exchanges(), Machine(4, bandwidth=(400.0, 400.0))
     names = {"schedule_names": ["one_f_one_b"], "recompute": "none"}
-    plain = choose(profile, slow, B // 2 * 8, **names)
+    plain = choose(profile, slow, B // 2 * 32, **names)
     assert {c.options.get("ticks") for c in plain} == {"paired", "unit"}
-    ranking = choose(profile, dataclasses.replace(slow, overlaps=True), B // 2 * 8, **names)
+    ranking = choose(profile, dataclasses.replace(slow, overlaps=True), B // 2 * 32, **names)
     assert {c.options["ticks"] for c in ranking if c.num_stages == 2} == {"paired", "unit", "overlapped"}
     best = next(c for c in ranking if c.num_stages == 2)
     assert best.options["ticks"] == "overlapped"
@@ -198,17 +200,18 @@ class Block(nnx.Module):
 
     def __init__(self, *, rngs):
         init = nnx.initializers.normal(0.3)
-        self.mixture = Mixture(D, 8 * F, E, K, kernel_init=init, out_init=init, rngs=rngs)
+        # With this capacity no choice is dropped.
+        self.mixture = Mixture(32, 8 * F, E, K, capacity=E / K, kernel_init=init, out_init=init, rngs=rngs)
 
     def __call__(self, x):
         return x + self.mixture(x)
 
 
-LONG = Transformer(vocab_size=12, seq_len=32, num_blocks=2, dim=D, num_heads=2, dropout=0.0)
+LONG = Transformer(vocab_size=12, seq_len=64, num_blocks=2, dim=D, num_heads=2, dropout=0.0)
 CASES = {
     # layers, inputs of a minibatch, the axis that memory demands
-    "expert": ([Block] * 2, lambda rng: rng.normal(size=(8, 4, D)).astype(np.float32), "expert"),
-    "context": (LONG.layers(), lambda rng: rng.integers(12, size=(2, 32)).astype(np.int32), "context"),
+    "expert": ([Block] * 2, lambda rng: rng.normal(size=(8, 2, 32)).astype(np.float32), "expert"),
+    "context": (LONG.layers(), lambda rng: rng.integers(12, size=(2, 64)).astype(np.int32), "context"),
 }
 
 
@@ -263,7 +266,7 @@ def test_a_chosen_plan_trains_as_the_plain_model(name):
 
 def test_axes_that_are_not_counted():
     with pytest.raises(ValueError, match="sends along 'model' is not counted.*'expert' and 'context' may stay"):
-        planned(LONG.layers(), [Axis("model", 2)]).profile({"inputs": np.zeros((2, 32), np.int32)}, whole=whole())
+        planned(LONG.layers(), [Axis("model", 2)]).profile({"inputs": np.zeros((2, 64), np.int32)}, whole=whole())
     with pytest.raises(ValueError, match="a profile of whole layers, got one that is split over expert"):
         pipeline(expert=2).profile(BATCH, whole=on_axes(expert=2))
     with pytest.raises(ValueError, match="same layers and microbatch, got 4 layers and 4 rows, not 4 and 2"):
