@@ -35,3 +35,19 @@ def count(text: str) -> int:
 def counts(text: str) -> tuple[int, ...]:
     """Reads whole numbers separated by commas or an x."""
     return tuple(map(count, re.split("[x,]", text)))
+
+
+def axes(text: str) -> tuple[str, ...]:
+    """Reads axes of a mesh that a plan can have, separated by commas, in the order of the mesh.
+
+    Example:
+      >>> axes("context,expert")
+      ('expert', 'context')
+    """
+    known, names = ("expert", "context"), text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"must be expert, context or both separated by a comma, got {shown(name)}."
+            )
+    return tuple(name for name in known if name in names)

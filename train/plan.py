@@ -3,6 +3,7 @@
     python train/plan.py --config configs/quickstart.py --devices 4
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
     python train/plan.py --config configs/quickstart.py --devices 4 --microbatches 8 --tensor --save configs/planned.py
+    python train/plan.py --config configs/mixture_1f1b.py --config.mesh.expert=1 --devices 4 --axes expert
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json
@@ -19,6 +20,10 @@ all of them measure messages, and the first one decides, prints and writes.
 With `--tensor` the stages of a plan may also be groups of devices that split every operator, by a strategy that is
 searched for each size of groups and microbatches. `--save configs/planned.py` then writes the strategy beside it,
 `configs/planned.strategy.json`.
+
+With `--axes expert,context` the devices of a stage may also share its experts and the rows, or the positions of each
+sequence. What they send each other is counted in the layers and priced; `--overlap` prices devices that compute
+meanwhile.
 
 With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
 bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
@@ -42,7 +47,7 @@ from jpipe import solvers
 from jpipe._util.command_line import Parser
 from jpipe._util.foreign import shortened
 from train import flags
-from train.arguments import count, counts, size, sizes
+from train.arguments import axes, count, counts, size, sizes
 
 
 def parser() -> Parser:
@@ -78,6 +83,17 @@ def parser() -> Parser:
         "--tensor",
         action="store_true",
         help="allow stages of several devices, which split operators",
+    )
+    model.add_argument(
+        "--axes",
+        type=axes,
+        default=(),
+        help="axes along which the devices of a stage may share experts and positions, as expert,context",
+    )
+    model.add_argument(
+        "--overlap",
+        action="store_true",
+        help="price devices that compute while the messages of `--axes` travel",
     )
     model.add_argument(
         "--profiles",
@@ -267,7 +283,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         if axis != "data" and number > 1:
             raise ValueError(
                 f"a plan gives each stage whole devices, got `--config.mesh.{axis}={number}`, which "
-                f"splits stages. Plan with `--config.mesh.{axis}=1`, and set the option for train/train.py."
+                f"splits stages. Plan with `--config.mesh.{axis}=1`, and "
+                + (f"add `--axes {axis}`." if axis in ("expert", "context") else "set the option for train/train.py.")
             )
     if config.strategy is not None:
         raise ValueError(
@@ -295,6 +312,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         memory_limit=args.memory or math.inf,
         num_cores=cores if shares_cores else None,
     )
+    machine = dataclasses.replace(machine, overlaps=args.overlap)
     if args.bandwidth is not None:
         machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
     decide = functools.partial(_decide, profiles, machine, config, args, argv)
@@ -388,10 +406,12 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
 def _profiles_of_first(name: str, config, numbers, args) -> list:
     """The profiles that process 0 has measured, in every process."""
     from jpipe.plan import Profile
+    from train.planned import shared_profiles
     from train.processes import from_first
 
     def texts() -> list[str]:
-        return [profile.text() for profile in _profiles(name, config, numbers, args)]
+        whole = _profiles(name, config, numbers, args)
+        return [profile.text() for profile in [*whole, *shared_profiles(whole, config, args.axes, args.devices)]]
 
     measured = from_first(texts, "profile", _LIMIT_SECONDS)
     return [Profile.from_json(json.loads(text), "process 0") for text in measured]
@@ -403,24 +423,13 @@ def _profiles(name: str, config, numbers, args) -> list:
 
     import jpipe
     from jpipe.plan import PROGRAMS
-    from train.data import shuffled
+    from train.planned import batch_of, one_stage
 
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = batch_of(config)
     folder = pathlib.Path(args.profiles)
     folder.mkdir(parents=True, exist_ok=True)
     devices = jax.local_devices()[: args.devices]
-    mesh = jpipe.make_mesh(stage=1, devices=devices)
-    alone = {
-        "boundaries": None,
-        "shard_optimizer": False,
-        "compress_messages": None,
-        "compress_gradients": None,
-        "offload": None,
-        "device_memory": None,
-    }
-    options = config.options_of_pipeline(mesh) | alone
-    schedule = jpipe.schedules.gpipe(1, 1)
-    pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+    pipe = one_stage(config, jpipe.make_mesh(stage=1, devices=devices))
     profiles: list = []
     for number in numbers:
         size = config.batch_size // number

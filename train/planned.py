@@ -1,14 +1,22 @@
 """A plan as a configuration, and the configuration as a Python file."""
 
 import dataclasses
+import itertools
+import math
 import pathlib
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
+import jax
+import numpy as np
+
+import jpipe
 from jpipe import soap
 from jpipe.plan import Candidate, Machine, Profile, tensor
 from train import report
 from train.config import TrainConfig
+from train.data import shuffled
 from train.search import traced_layers
 
 
@@ -93,6 +101,7 @@ def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = 
         config.mesh,
         data=best.num_replicas,
         model=best.num_tensor_devices,
+        **{axis.name: axis.size for axis in best.axes},
         shard_optimizer=best.shard_optimizer,
         device_memory=None,
         offload_optimizer=best.offload.optimizer,
@@ -102,6 +111,54 @@ def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = 
         compress_gradients=config.mesh.compress_gradients if has_replicas else None,
     )
     return dataclasses.replace(config, pipeline=pipeline, mesh=mesh, strategy=strategy)
+
+
+def shared_profiles(
+    whole: Sequence[Profile], config: TrainConfig, axes: Sequence[str], num_devices: int
+) -> list[Profile]:
+    """The profiles split over axes, for every size of these that the devices and the layers allow.
+
+    Args:
+      whole: the profiles of whole layers.
+      config: the configuration of the model.
+      axes: the axes to try.
+      num_devices: the devices of a plan.
+    """
+    devices = jax.local_devices()[:num_devices]
+    profiles, batch = [], batch_of(config) if axes else None
+    sizes = [n for n in range(1, len(devices) + 1) if num_devices % n == 0]
+    for of_axes in itertools.product(sizes, repeat=len(axes)):
+        if not 1 < math.prod(of_axes) <= len(devices) or num_devices % math.prod(of_axes):
+            continue
+        shared = dict(zip(axes, of_axes))
+        pipe = one_stage(config, jpipe.make_mesh(stage=1, devices=devices, **shared))
+        for profile in whole:
+            number = config.batch_size // profile.microbatch_size
+            try:
+                profiles.append(pipe.profile(batch, num_microbatches=number, whole=profile))
+            except ValueError as error:  # a dim that these devices do not divide
+                words = ", ".join(f"{axis}={size}" for axis, size in shared.items())
+                print(f"plan.py: {words} with {number} microbatches is left out: {error}", file=sys.stderr)
+    return profiles
+
+
+def batch_of(config: TrainConfig) -> Mapping[str, np.ndarray]:
+    """The first minibatch of a configuration."""
+    return next(shuffled(config.data.load().train, config.batch_size, config.seed))
+
+
+def one_stage(config: TrainConfig, mesh: jax.sharding.Mesh) -> jpipe.Pipeline:
+    """The model as a pipeline of one stage, without what a plan chooses."""
+    alone = {
+        "boundaries": None,
+        "shard_optimizer": False,
+        "compress_messages": None,
+        "compress_gradients": None,
+        "offload": None,
+        "device_memory": None,
+    }
+    options = config.options_of_pipeline(mesh) | alone
+    return jpipe.Pipeline(config.model.layers(), schedule=jpipe.schedules.gpipe(1, 1), **options)
 
 
 def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
@@ -129,6 +186,8 @@ def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
     stages = report.count(best.num_stages, "stage")
     if best.num_tensor_devices > 1:
         stages += f" of {best.num_tensor_devices} devices"
+    for axis in best.axes:
+        stages += f", {axis.name} {axis.size}"
     milliseconds = best.prediction.seconds * 1e3
     return (
         f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'

@@ -164,6 +164,9 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     rows = [["", *head.split()]]
     if splits:
         rows[0].insert(3, "tensor")
+    shares = any(c.axes for c in ranking)
+    if shares:
+        rows[0].insert(3, "axes")
     notes = []
     for rank, c in enumerate(ranking[:top], 1):
         prediction = c.prediction
@@ -172,6 +175,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
                 str(rank),
                 c.label,
                 str(c.num_stages),
+                *([" ".join(f"{axis.name}={axis.size}" for axis in c.axes)] if shares else []),
                 *([str(c.num_tensor_devices)] if splits else []),
                 str(c.num_replicas),
                 str(c.num_microbatches),
@@ -186,11 +190,12 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
         cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
         delay = f"gradients up to {count(prediction.delay, 'update')} late" if prediction.delay else ""
         shared = "replicas share updates" if c.shard_optimizer else ""
-        notes.append("; ".join(filter(None, [cut, shared, _on_host(c), delay, c.why])))
+        notes.append("; ".join(filter(None, [cut, shared, _on_host(c), _sent(c), delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
         "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of "
         "stages):",
+        *(["  axes: devices of each stage, which share its rows, experts and positions"] * shares),
         *(["  tensor: devices of each stage, which split its operators"] * splits),
         header,
     ]
@@ -200,6 +205,20 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     if len(ranking) > top:
         text.append(f"  and {len(ranking) - top} slower or larger ones")
     return "\n".join([*text, *_skipped(ranking.skipped)])
+
+
+def _sent(plan: Candidate) -> str:
+    """What the busiest device sends along axes in a step, and how much of that lies under its compute."""
+    parts = [
+        f"{size_text(t.num_bytes)} along {' and '.join(t.axes)} in {t.seconds * 1e3:.3g} ms"
+        for t in plan.prediction.traffic
+    ]
+    if not parts:
+        return ""
+    timing = plan.prediction.timing
+    d = int(timing.exchange.argmax())
+    hidden = 1 - timing.exposed[d] / max(timing.exchange[d], 1e-30)
+    return f"sends {', '.join(parts)}, {hidden:.0%} of it under compute"
 
 
 def _on_host(plan: Candidate) -> str:
@@ -247,6 +266,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "tensor": plan.num_tensor_devices,
         "num_replicas": plan.num_replicas,
+        "axes": {axis.name: axis.size for axis in plan.axes},
         "microbatch_size": plan.microbatch_size,
     }
     if isinstance(plan, Skipped):
@@ -266,6 +286,9 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "busy_seconds": prediction.timing.busy.tolist(),
         "idle_seconds": prediction.timing.idle.tolist(),
         "transfer_seconds": prediction.timing.transfer.tolist(),
+        "sent_along_axes": [traffic._asdict() for traffic in prediction.traffic],
+        "exchange_seconds": prediction.timing.exchange.tolist(),
+        "exposed_seconds": prediction.timing.exposed.tolist(),
         "memory_bytes": prediction.memory._asdict(),
         "num_bytes": prediction.num_bytes,
         "delay": prediction.delay,

@@ -52,8 +52,8 @@ def split(whole: Profile, traced: TrainingTrace, mesh: Mesh) -> Profile:
         )
     if whole.axes:
         raise ValueError(
-            f"`whole` must be a profile of whole layers, got one that is split over {', '.join(axis.name for axis in whole.axes)}. Measure it on a "
-            "mesh without other axes than 'stage'."
+            "`whole` must be a profile of whole layers, got one that is split over "
+            f"{', '.join(axis.name for axis in whole.axes)}. Measure it on a mesh without other axes than 'stage'."
         )
     names = [layer.name for layer in whole.layers], [layer.name for layer in traced.layers]
     if names[0] != names[1] or whole.microbatch_size != traced.values.num_rows:
@@ -66,7 +66,9 @@ def split(whole: Profile, traced: TrainingTrace, mesh: Mesh) -> Profile:
     if group is None:
         return whole
     sizes = dict(group.shape)
-    splits = [_Split.of(program, specs, traced.values, mesh) for program, specs in zip(traced.layer_kinds, traced.specs)]
+    splits = [
+        _Split.of(program, specs, traced.values, mesh) for program, specs in zip(traced.layer_kinds, traced.specs)
+    ]
     layers = tuple(splits[k].of_layer(layer) for layer, k in zip(whole.layers, traced.kind_of_layer, strict=True))
     loss = _Split.of_loss(traced, sizes).of_layer(whole.loss)
     return dataclasses.replace(whole, layers=layers, loss=loss, axes=tuple(Axis(*item) for item in sizes.items()))

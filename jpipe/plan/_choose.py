@@ -319,8 +319,8 @@ class _Pricing:
 def _unfilled(profile: Profile, machine: Machine) -> str:
     axes = " and ".join(f"{axis.name!r} of {axis.size}" for axis in profile.axes)
     return (
-        f"a profile has groups of {profile.group_size} devices, {axes}, which do not fill {machine.num_devices} devices. "
-        "Choose axes whose sizes divide the number of devices."
+        f"a profile has groups of {profile.group_size} devices, {axes}, which do not fill {machine.num_devices} "
+        "devices. Choose axes whose sizes divide the number of devices."
     )
 
 

@@ -178,9 +178,7 @@ def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def exchanges_of(
-    program: LayerProgram, specs: Sequence[tuple], values: ValueSplit, mesh: Mesh
-) -> tuple[Exchange, ...]:
+def exchanges_of(program: LayerProgram, specs: Sequence[tuple], values: ValueSplit, mesh: Mesh) -> tuple[Exchange, ...]:
     """What a device sends in each operation of a layer, for one microbatch.
 
     Sums of single numbers, such as of losses that a router reports, are not counted.

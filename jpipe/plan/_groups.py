@@ -72,9 +72,7 @@ def exchange_costs(
     return seconds
 
 
-def traffic_of(
-    schedule: Schedule, profile: Profile, starts: Sequence[int], machine: Machine
-) -> tuple[Traffic, ...]:
+def traffic_of(schedule: Schedule, profile: Profile, starts: Sequence[int], machine: Machine) -> tuple[Traffic, ...]:
     """What the device that sends most along each axis sends in a step; see `exchange_costs`."""
     if profile.group_size == 1:
         return ()

@@ -104,8 +104,8 @@ def predict(
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
-      are those of the layer that needs most. Axes of the mesh that the profile has not, and the time of `forward_params`,
-      `backward_params` and tied weights, are not included.
+      are those of the layer that needs most. Axes of the mesh that the profile has not, and the time of
+      `forward_params`, `backward_params` and tied weights, are not included.
 
     Raises:
       ValueError: if the boundaries do not fit, the machine has too few devices, or the
@@ -115,8 +115,8 @@ def predict(
     needed = schedule.num_devices * num_replicas * size
     if needed > machine.num_devices:
         raise ValueError(
-            f"`machine` must have at least {needed} devices, {num_replicas * size} for each of {schedule.num_devices}, got "
-            f"{machine.num_devices}. Use fewer stages or replicas."
+            f"`machine` must have at least {needed} devices, {num_replicas * size} for each of "
+            f"{schedule.num_devices}, got {machine.num_devices}. Use fewer stages or replicas."
         )
     S = schedule.num_stages
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
