@@ -131,10 +131,11 @@ def share_of_peak() -> tuple[float, str]:
 
 
 def pipeline(num_experts: int) -> jpipe.Pipeline:
-    """The model as one stage of so many devices along "expert"."""
+    """The model with one of its equal blocks, as one stage of so many devices along "expert"."""
+    short = dataclasses.replace(MODEL, num_blocks=1)
     return jpipe.Pipeline(
-        MODEL.layers(),
-        loss=MODEL.loss(),
+        short.layers(),
+        loss=short.loss(),
         has_aux=True,
         optimizer=optax.adamw(1e-3),
         schedule=S.gpipe(1, 1),
@@ -207,7 +208,9 @@ def profile_on(pod: str, num_experts: int) -> Profile:
 
     layers = tuple(map(timed, whole.layers, flops))
     timed_whole = dataclasses.replace(whole, layers=layers, loss=timed(whole.loss, flops[-1]))
-    return pipeline(num_experts).profile(batch_of(num_experts), whole=timed_whole)
+    short = pipeline(num_experts).profile(batch_of(num_experts), whole=timed_whole)
+    first, block, last = short.layers
+    return dataclasses.replace(short, layers=(first, *[block] * MODEL.num_blocks, last))
 
 
 # -- The rows

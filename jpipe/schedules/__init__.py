@@ -32,7 +32,7 @@ from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
 from jpipe.schedules.pipedream_2bw import refusal as _refusal_of_2bw
 from jpipe.schedules.pipemare import pipemare as pipemare
 from jpipe.schedules.pipemare import refusal as _refusal_of_pipemare
-from jpipe.schedules.zero_bubble import refusal_of_v as _refusal_of_v
+from jpipe.schedules.zero_bubble import zb_v_refusal as _zb_v_refusal
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
@@ -86,7 +86,7 @@ _BUILDERS = {
     "pipemare": _Entry(pipemare, _refusal_of_pipemare),
     "zero_bubble_h1": _Entry(zero_bubble_h1, wrong_counts),
     "zero_bubble_h2": _Entry(zero_bubble_h2, wrong_counts),
-    "zero_bubble_v": _Entry(zero_bubble_v, _refusal_of_v, stages_per_device=2),
+    "zero_bubble_v": _Entry(zero_bubble_v, _zb_v_refusal, stages_per_device=2),
 }
 _PREDICTION = {"forward_only": _Entry(forward_only, _refusal_of_forward_only)}
 

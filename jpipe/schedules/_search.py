@@ -20,7 +20,7 @@ from jpipe.schedules.interleaved import refusal as refusal_of_interleaved
 from jpipe.schedules.list_scheduling import Job, Progress, Rule, list_schedule
 from jpipe.schedules.one_f_one_b import one_f_one_b
 from jpipe.schedules.zero_bubble import (
-    refusal_of_v,
+    zb_v_refusal,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,
@@ -173,7 +173,7 @@ def _candidates(costs: Costs, S: int, N: int, D: int, limit: float, activations:
             yield zero_bubble_h2(S, N)
         elif refusal_of_interleaved(S, N, S // D, "paired") is None:
             yield from (interleaved(S, N, S // D, ticks=t) for t in ("paired", "unit"))
-        if S == 2 * D and refusal_of_v(S, N) is None:
+        if S == 2 * D and zb_v_refusal(S, N) is None:
             yield zero_bubble_v(S, N)
         rules = itertools.product(
             ("backward", "forward", "turns"),

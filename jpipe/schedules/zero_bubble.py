@@ -124,7 +124,7 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     return Schedule.from_ticks("zero_bubble_h2", **ticks)
 
 
-refusal_of_v = functools.partial(wrong_counts_or_halves, "ZB-V")
+zb_v_refusal = functools.partial(wrong_counts_or_halves, "ZB-V")
 """The reason why `zero_bubble_v` refuses its counts; None if it accepts them."""
 
 
@@ -174,6 +174,6 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       The same authors' Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
       arXiv:2405.15362, has V-shaped schedules of less memory, and calls this one V-ZB.
     """
-    raise_refusal(refusal_of_v(num_stages, num_microbatches))
+    raise_refusal(zb_v_refusal(num_stages, num_microbatches))
     ticks = list_schedule(down_and_up(num_stages), num_microbatches, _backward_first(num_stages))
     return Schedule.from_ticks("zero_bubble_v", **ticks)
