@@ -38,7 +38,7 @@ import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 import jax
 import jax.extend.core as jex
@@ -181,7 +181,9 @@ def products(jaxpr: Any) -> float:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            total += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            total += (
+                2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            )
         inner = [products(j) for j in _jaxprs(eqn.params)]
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += max(inner, default=0.0) if eqn.primitive.name == "cond" else times * sum(inner)
@@ -283,7 +285,7 @@ def table(found: list[dict[str, Any]]) -> str:
         shown.append(
             f"{r['pod']}, {r['stage x expert x data']} | `{r['schedule']}` | {r['recompute']} | {r['GB']:.1f}"
             f"{'' if r['fits'] else ', does not fit'} | {r['rows sent, GB']:.1f} | {r['sums sent, GB']:.1f} | "
-            f"{r['sent in, s']:.2f} | {r['under compute']:.0%} | {r['step, s']:.2f} | {r['step with overlap, s']:.2f} | "
+            f"{r['sent in, s']:.2f} | {r['under compute']:z.0%} | {r['step, s']:.2f} | {r['step with overlap, s']:.2f} | "
             f"{r['tokens/s']:,.0f} | {r['with overlap']:,.0f} | {r['of peak']:.1%} | {r['of peak with overlap']:.1%}"
         )
     return "\n".join(f"| {line} |" for line in shown)
@@ -301,7 +303,9 @@ def main() -> None:
         return
     share, where = share_of_peak()
     both = num_weights(MODEL.num_experts) + MODEL.dim * MODEL.vocab_size, num_weights(MODEL.num_chosen)
-    print(f"weights {both[0] / 1e9:.1f} billion, of a token {both[1] / 1e9:.2f}; {flops_of_token() / 1e9:.1f} GFLOP/token")
+    print(
+        f"weights {both[0] / 1e9:.1f} billion, of a token {both[1] / 1e9:.2f}; {flops_of_token() / 1e9:.1f} GFLOP/token"
+    )
     print(f"assumed: {share:.1%} of peak in compute, as measured ({where}). All rows are predictions.")
     print(PUBLIC)
     print(table(found))

@@ -218,7 +218,7 @@ def _sent(plan: Candidate) -> str:
     timing = plan.prediction.timing
     d = int(timing.exchange.argmax())
     hidden = 1 - timing.exposed[d] / max(timing.exchange[d], 1e-30)
-    return f"sends {', '.join(parts)}, {hidden:.0%} of it under compute"
+    return f"sends {', '.join(parts)}, {hidden:z.0%} of it under compute"
 
 
 def _on_host(plan: Candidate) -> str:

@@ -90,7 +90,7 @@ class _Split:
     share: float
     trained: tuple[tuple, ...]
     frozen: tuple[tuple, ...]
-    stashes: Mapping[str, Avals]
+    stashes: dict[str, Any]
     exchanges: tuple
 
     @classmethod
@@ -98,7 +98,7 @@ class _Split:
         group = compilers_part(mesh)
         assert group is not None
         # The engine holds what is between the halves of a backward whole.
-        stashes = {"split_residuals": program.split_residuals}
+        stashes: dict[str, Any] = {"split_residuals": program.split_residuals}
         for prefix, rereads in (("", True), ("full_", False)):
             rerun = program.rereading(rereads)
             local = parts(rerun.stash, stash_specs(rerun, specs, values, mesh), group.shape)
@@ -117,7 +117,7 @@ class _Split:
     def of_loss(cls, traced: TrainingTrace, sizes: Mapping[str, int]) -> "_Split":
         """The loss is split like its inputs, and what it sends are single numbers."""
         values, loss = traced.values, traced.loss
-        stashes = {"split_residuals": loss.split_residuals}
+        stashes: dict[str, Any] = {"split_residuals": loss.split_residuals}
         for prefix, rereads in (("", True), ("full_", False)):
             rerun = loss.rereading(rereads)
             for name in ("input_stash", "weight_stash"):

@@ -505,3 +505,45 @@ def test_a_plan_with_copies_is_saved_as_a_configuration(tmp_path):
     assert loaded == planned
     assert loaded.pipeline.replicas == best.options["replicas"]
     assert loaded.pipeline.table() == best.table()
+
+
+def test_axes_of_stages_are_planned_and_saved(monkeypatch, tmp_path, capsys):
+    """Experts that do not fit a device go to several, and the saved configuration has them."""
+    from jpipe.plan import Machine, pipelines
+
+    def measured(*args, programs=PROGRAMS, **options):
+        options |= {"cache": None}
+        profile = made(*args, programs=(), **options)
+        return timed(profile, **dict.fromkeys(PROGRAMS, 1e-3))
+
+    made = pipelines.profile
+    monkeypatch.setattr(pipelines, "profile", measured)
+    monkeypatch.setattr(jpipe.plan, "measure_machine", lambda n, **options: Machine(n, options["memory_limit"]))
+    planned = tmp_path / "planned.py"
+    words = (
+        f"--config configs/mixture_1f1b.py --devices 2 --axes expert --microbatches 2 --profiles {tmp_path} --json "
+        f"--save {planned} --config.mesh.expert=1 --config.batch_size=4 --config.model.num_blocks=1 "
+        "--config.model.capacity=1.0 --config.model.seq_len=8 --config.data.seq_len=8"
+    ).split()
+    code, out, err = run(capsys, *words)
+    assert code == 0, err
+    records = json.loads(out)
+    assert {tuple(r["axes"].items()) for r in records} == {(), (("expert", 2),)}
+    shared = [r for r in records if r["axes"] and r["num_stages"] == 1]
+    (sent,) = shared[0]["sent_along_axes"]
+    assert sent["axes"] == ["expert"] and sent["num_bytes"] > 0
+    least = min(r["num_bytes"] for r in records if not r["axes"])
+    code, out, err = run(capsys, *words, "--memory", str(int(0.95 * least)))
+    assert code == 0, err
+    assert json.loads(out)[0]["axes"] == {"expert": 2}
+    config = flags.load(str(planned), TrainConfig)
+    assert config.mesh.expert == 2 and config.pipeline.num_stages * config.mesh.data == 1
+
+
+def test_wrong_axes(capsys):
+    for words, message in (
+        ("--config c.py --devices 2 --axes model", "must be expert, context or both"),
+        ("--config configs/mixture_1f1b.py --devices 2", "--config.mesh.expert=2.*add `--axes expert`"),
+    ):
+        code, _, err = run(capsys, *words.split())
+        assert code == 2 and re.search(message, err, re.S)
