@@ -37,8 +37,7 @@ import pathlib
 import sys
 from typing import Any
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.extend.core as jex
@@ -51,6 +50,7 @@ from jpipe.plan import Machine, Prediction, Profile, Seconds, balance_by_time, p
 from jpipe.schedule import Schedule
 from models import MixtureTransformer
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = MixtureTransformer(
     vocab_size=32_000,
     seq_len=4_096,
@@ -277,15 +277,17 @@ def rows(pods: list[str]) -> list[dict[str, Any]]:
 def table(found: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
     shown = [
-        "pod, stage x expert x data | schedule | recompute | GB a device | rows sent, GB | sums sent, GB | sent in, s | "
-        "under compute | step, s: without overlap | with | tokens/s: without | with | of peak: without | with"
+        "pod, stage x expert x data | schedule | recompute | GB a device | rows sent, GB | sums sent, GB | "
+        "sent in, s | under compute | step, s: without overlap | with | tokens/s: without | with | "
+        "of peak: without | with"
     ]
     shown.append(" | ".join(["---"] * 14))
     for r in found:
         shown.append(
             f"{r['pod']}, {r['stage x expert x data']} | `{r['schedule']}` | {r['recompute']} | {r['GB']:.1f}"
             f"{'' if r['fits'] else ', does not fit'} | {r['rows sent, GB']:.1f} | {r['sums sent, GB']:.1f} | "
-            f"{r['sent in, s']:.2f} | {r['under compute']:z.0%} | {r['step, s']:.2f} | {r['step with overlap, s']:.2f} | "
+            f"{r['sent in, s']:.2f} | {r['under compute']:z.0%} | {r['step, s']:.2f} | "
+            f"{r['step with overlap, s']:.2f} | "
             f"{r['tokens/s']:,.0f} | {r['with overlap']:,.0f} | {r['of peak']:.1%} | {r['of peak with overlap']:.1%}"
         )
     return "\n".join(f"| {line} |" for line in shown)
