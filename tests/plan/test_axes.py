@@ -67,7 +67,7 @@ def sent(profile, operation, kind):
 # -- Bytes
 
 
-@pytest.mark.parametrize("axes", [{"expert": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"expert": 2}, pytest.param({"context": 2}, marks=pytest.mark.exhaustive)], ids=str)
 def test_bytes_are_those_of_the_compiled_program(axes):
     pipe, profile = pipeline(**axes), on_axes(**axes)
     counted = {}
