@@ -12,6 +12,7 @@ files, and runs nothing.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
@@ -106,9 +107,9 @@ def train(task: str, setting: str, seeds: list[int], steps: int, extra: list[str
 
     argv = [*TASKS[task], *COMMON, *SETTINGS[setting], f"--config.num_steps={steps}"]
     results = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as until_end:
         argv += [f"--config.run_dir={folder}/run", *extra]
-        run = script.prepare(argv)
+        run = script.prepare(argv, until_end)
         pipe, rows = run.pipe, run.config.batch_size
         what = "activation" if setting.startswith("messages") else "weights"
         records = [r for r in pipe.messages(run.batch) if r.what == what]

@@ -64,6 +64,11 @@ class StateUpdate:
         """True if training moves any of the state."""
         return bool(self.sequence or self.deferred)
 
+    def is_read_by(self, program: Any) -> bool:
+        """Returns whether the outputs or gradients of a `LayerProgram` depend on state that training moves."""
+        moved = {*self.sequence, *self.deferred}
+        return any(program.outputs_read_extra[1 + j] for j in moved)  # after the key
+
     @property
     def text(self) -> str:
         """Layers with equal texts, and equal programs, move their state alike."""

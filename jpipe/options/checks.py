@@ -287,10 +287,8 @@ def check_stages(stages: Stages, schedule: Schedule, recompute: Any, num_replica
             )
     if recompute == "full":
         for i, layer in enumerate(stages.layers):
-            kind = stages.layer_kinds[stages.kind_of_layer[i]]
-            update = stages.mutable[stages.kind_of_layer[i]]
-            moved = {*update.sequence, *update.deferred}
-            if any(kind.outputs_read_extra[1 + j] for j in moved):
+            k = stages.kind_of_layer[i]
+            if stages.mutable[k].is_read_by(stages.layer_kinds[k]):
                 raise ValueError(
                     f"layer {i} ({layer.name}) reads its mutable state in training, which "
                     'has moved on when `recompute="full"` runs it again. Use '

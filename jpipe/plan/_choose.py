@@ -255,6 +255,13 @@ class _Pricing:
         schedule, recompute, sharing = plan.table(), self.recompute, self.sharing
         if profile.recompute not in _SAME_PROGRAMS:
             recompute = [profile.recompute]
+        reader = next((layer.name for layer in profile.layers if layer.reads_moved_state), None)
+        if reader is not None:
+            recompute = [value for value in recompute if value != "full"]
+        if not recompute:
+            why = f"layer {reader} reads mutable state that has moved on when its forward runs again"
+            yield Skipped(**vars(plan), why=why, axes=profile.axes)
+            return
         if plan.num_replicas == 1 and not schedule.has_copies:
             sharing = [False]
         for value, shard in itertools.product(recompute, dict.fromkeys(sharing)):

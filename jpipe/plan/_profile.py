@@ -63,6 +63,8 @@ class LayerProfile:
       pop: names of the skips that end here.
       frozen: the weights that are not trained.
       exchanges: what a device sends to the others that share the layer, see `Profile.axes`.
+      reads_moved_state: whether its training reads mutable state that the same call moves, so that nothing can run the
+        call again.
     """
 
     name: str
@@ -90,6 +92,7 @@ class LayerProfile:
     pop: tuple[str, ...]
     frozen: tuple[jax.ShapeDtypeStruct, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    reads_moved_state: bool = False
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""

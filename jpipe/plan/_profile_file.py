@@ -60,6 +60,8 @@ def decode(kind: Any, value: Any, field: str) -> Any:
             if field_of_kind.name not in value and field_of_kind.default is dataclasses.MISSING:
                 raise WrongField(dot + field_of_kind.name, "there", "nothing")
         return kind(**{n: decode(t, value[n], dot + n) for n, t in names.items() if n in value})
+    if kind is bool and isinstance(value, bool):
+        return value
     number = kind in (int, float)
     fits = isinstance(value, (int, float) if kind is float else kind)
     if not fits or isinstance(value, bool) or (number and not 0 <= value < math.inf):

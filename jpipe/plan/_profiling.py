@@ -135,6 +135,7 @@ def profile(
             gradients=_gradients(traced.layer_kinds[k].trained_parameters, sums),
             optimizer_state=abstract(tuple(updates[u].state)),
             state=abstract(tuple(traced.mutable[k].leaves)),
+            reads_moved_state=traced.mutable[k].is_read_by(traced.layer_kinds[k]),
             statistics=abstract(tuple(traced.mutable[k].statistics)),
             stash=layer.stash,
             pop=layer.pop,

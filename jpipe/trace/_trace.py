@@ -248,17 +248,18 @@ def read(path: str | os.PathLike[str]) -> Trace:
     return Trace.from_json(content)
 
 
-def draw(traces: Sequence[Trace], path: str | os.PathLike[str]) -> None:
+def draw(traces: Trace | Sequence[Trace], path: str | os.PathLike[str]) -> None:
     """Draws a step of each of several traces, those of median length, on one axis of time: schedules of one model.
 
     Args:
-      traces: the traces.
+      traces: the traces, or one.
       path: a file that ends in .svg, .png or .pdf.
 
     Raises:
       ValueError: if there is no trace, or the file ends otherwise.
       ImportError: if Matplotlib is not installed.
     """
+    traces = [traces] if isinstance(traces, Trace) else list(traces)
     if not traces:
         raise ValueError("`traces` must hold at least one trace, got none.")
     if not pathlib.Path(path).name.lower().endswith(SUFFIXES):

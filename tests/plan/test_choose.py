@@ -7,8 +7,11 @@ import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from helpers import profile_of, timed
 
 import jpipe
@@ -207,6 +210,38 @@ def test_a_memory_limit_is_kept():
     assert all(f"the limit is {size_text(limit)}" in c.why for c in kept[len(fitting) :])
     best = min(c.prediction.seconds for c in found if c.prediction.num_bytes <= limit)
     assert kept[0].prediction.seconds == best
+
+
+class Counts(nnx.Module):
+    """A layer that reads what its calls move, as a router reads its bias."""
+
+    def __init__(self, is_read, *, rngs):
+        self.linear, self.count, self.is_read = nnx.Linear(4, 4, rngs=rngs), nnx.Variable(jnp.zeros(())), is_read
+
+    def __call__(self, x):
+        x = x + self.count[...] if self.is_read else x
+        self.count[...] = self.count[...] + jnp.sum(x) * 0 + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_no_plan_runs_a_forward_again_that_reads_moved_state(is_read, tmp_path):
+    pipe = jpipe.Pipeline(
+        [Counts(is_read, rngs=nnx.Rngs(i)) for i in range(2)],
+        loss=lambda outputs, batch: jnp.mean(outputs**2),
+        optimizer=optax.sgd(0.1),
+        schedule=jpipe.schedules.gpipe(1, 2),
+    )
+    measured = pipe.profile({"inputs": np.ones((4, 4), np.float32)}, programs=())
+    measured.save(tmp_path / "profile.json")
+    measured = jpipe.plan.Profile.load(tmp_path / "profile.json")
+    assert [layer.reads_moved_state for layer in measured.layers] == [is_read] * 2
+    layers = [dataclasses.replace(layer, reads_moved_state=is_read) for layer in PROFILE.layers]
+    profile = dataclasses.replace(PROFILE, layers=tuple(layers))
+    tried = {c.recompute for c in chosen(profile)}
+    assert tried == ({"none"} if is_read else {"none", "full"})
+    skipped = chosen(profile, recompute="full").skipped
+    assert any("reads mutable state that has moved on" in c.why for c in skipped) == is_read
 
 
 def test_nothing_fits():
