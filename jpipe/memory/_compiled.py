@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
+from jpipe._util.hlo import Allocation, HloProgram, HloValue, program_of, short
 from jpipe.memory._block import Access, Block
 from jpipe.memory._timeline import Timeline, idle_blocks
-from jpipe.memory.hlo import Allocation, HloProgram, HloValue, program_of, short
 
 
 def memory_timeline(f: Any, *args: Any, **kwargs: Any) -> Timeline:

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from jpipe._util.hlo import HloProgram, HloValue, program_of, short
 from jpipe.engine.scopes import Scope
 from jpipe.memory._block import Block
 from jpipe.memory._builder import Builder
-from jpipe.memory.hlo import HloProgram, HloValue, program_of, short
 
 _ALL = re.compile(r"/update/cond$")
 _SMALL = 1 / 1000

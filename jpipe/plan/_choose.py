@@ -190,8 +190,8 @@ def choose(
     if not candidates and skipped:
         reasons = list(dict.fromkeys(plan.why for plan in skipped))
         raise ValueError(
-            f"no plan: none of the {len(skipped)} that were tried can run. The first says: {reasons[0].rstrip('.')}. Allow "
-            "other schedules, microbatches or recomputation."
+            f"no plan: none of the {len(skipped)} that were tried can run. The first says: "
+            f"{reasons[0].rstrip('.')}. Allow other schedules, microbatches or recomputation."
         )
     if not candidates:
         sizes = sorted({profile.microbatch_size for profile in profiles})

@@ -8,8 +8,8 @@ statement runs once in every tick, so its k-th run is in the k-th tick.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jpipe._util.hlo import HloProgram, Instruction
 from jpipe.engine.scopes import TickPlace, lane_of, ticks_of
-from jpipe.memory.hlo import HloProgram, Instruction
 
 
 class Key(NamedTuple):

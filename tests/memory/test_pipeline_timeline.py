@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jpipe
+from jpipe._util.hlo import program_of
 from jpipe.memory import POLICIES, accesses_of, replay
-from jpipe.memory.hlo import program_of
 from jpipe.mesh import HOST_MEMORY
 from jpipe.simulate import Costs, simulate
 from models import Transformer
