@@ -145,10 +145,13 @@ def counts(engine: TrainingPass, compression: MessageCompression, kept: Mapping[
         errors = jax.tree.leaves(gradient_state["error"])
         squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in errors]
         counters["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))
+        compressor: Any = engine.communication.compress_gradients
         states = [
-            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state) for state in gradient_state["states"].values()
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), gradient_state["states"][group.name])
+            for group in engine.gradient_groups
+            if compressor.for_gradient(group.like) == compressor  # others are sent whole
         ]
-        counters |= _counts("gradient", engine.communication.compress_gradients, states)
+        counters |= _counts("gradient", compressor, states)
     activations, gradients = compression
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():
