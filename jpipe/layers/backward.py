@@ -142,7 +142,7 @@ class LayerProgram:
     def with_one_stash(self) -> "LayerProgram":
         """The programs for a table that does not split backwards: all of the stash is read at one time."""
         positions = tuple(sorted((*self.input_stash, *self.weight_stash)))
-        return dataclasses.replace(self, input_stash=positions, weight_stash=())
+        return dataclasses.replace(self, input_stash=positions, weight_stash=(), split_residuals=())
 
 
 def trace_layer(

@@ -1,20 +1,22 @@
 """The splits of parameters, microbatches and stashes over automatic axes of the mesh."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.axis_rules import AxisRules, axes_of_dims
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import contains
 from jpipe.layers.layer import Layer
 from jpipe.layers.mapped import mapped_p
-from jpipe.mesh import DATA, FSDP, STAGE, row_axes
+from jpipe.mesh import DATA, FSDP, STAGE, compilers_part, row_axes
 from jpipe.packing import axes, axes_by_dim, divisible, without
 
 
@@ -208,51 +210,76 @@ _AS_SPLIT = ("convert_element_type", "constrain", "copy")
 """Operations whose result is split as their operand."""
 
 
-def stash_specs(
-    program: LayerProgram,
-    parameter_specs: Sequence[tuple],
-    values: ValueSplit,
-    mesh: Mesh,
-) -> list[tuple]:
-    """The compiler's splits of the values that a forward stashes, one tuple per value.
+@dataclasses.dataclass(frozen=True)
+class KeptSpecs:
+    """The compiler's splits of what layers keep between their passes. Layers are compiled when it is first asked.
 
-    Args:
-      program: the layer's programs.
-      parameter_specs: the splits of its parameters.
-      values: the splits of its inputs.
-      mesh: the mesh of the pipeline. TPUs compile for all chips of a slice or none, so the layer is compiled for all
-        devices, and does the same along the axes that are not automatic.
+    Attributes:
+      programs: the programs of each layer kind.
+      parameter_specs: the splits of the parameters of each kind.
+      values: the splits of the values that layers pass on.
+      mesh: the mesh of the pipeline. TPUs compile for all chips of a slice or none, so a layer is compiled for all
+        devices, and does the same along the axes that are not automatic. None: nothing is split.
     """
-    if not program.stash:
-        return []
 
-    def split(a: Any, spec: tuple) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    programs: Sequence[LayerProgram]
+    parameter_specs: Sequence[Sequence[tuple]]
+    values: ValueSplit
+    mesh: Mesh | None
+
+    @functools.cached_property
+    def stash(self) -> list[list[tuple]]:
+        """For each kind the split of each value of the stash."""
+        return [self._of_stash(k) for k in range(len(self.programs))]
+
+    @functools.cached_property
+    def split_residuals(self) -> list[list[tuple]]:
+        """For each kind the split of each value between the halves of a split backward."""
+        return [self._of_split_residuals(k) for k in range(len(self.programs))]
+
+    def _of_stash(self, k: int) -> list[tuple]:
+        program = self.programs[k]
+        inputs = [self._split(a, self.values.spec(a.shape)) for a in program.inputs]
+        extra = [self._split(a, ()) for a in program.extra]
+        arguments = self._parameters(k), inputs, extra
+        return self._found(lambda *args: program.forward_and_stash(*args)[1], arguments, program.stash)
+
+    def _of_split_residuals(self, k: int) -> list[tuple]:
+        program = self.programs[k]
+        parameters = [*self._parameters(k), *(self._split(program.extra[i], ()) for i in program.constants)]
+        stash = [self._split(a, spec) for a, spec in zip(program.stash, self.stash[k], strict=True)]
+        gradients = [self._split(y, self.values.spec(y.shape)) for y in program.outputs if is_inexact(y)]
+        arguments = parameters, stash, gradients
+        return self._found(lambda *args: program.input_grad(*args)[1], arguments, program.split_residuals)
+
+    def _parameters(self, k: int) -> list[jax.ShapeDtypeStruct]:
+        program = self.programs[k]
+        parts = zip(program.parameters, self.parameter_specs[k], read_in_parts(program), strict=True)
+        # Where no map of its own takes a part, a layer gets its weights gathered.
+        return [self._split(a, spec if FSDP in names else without(spec, FSDP)) for a, spec, names in parts]
+
+    def _split(self, a: Any, spec: tuple) -> jax.ShapeDtypeStruct:
+        sharding = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    inputs = [split(a, values.spec(a.shape)) for a in program.inputs]
-    extra = [split(a, ()) for a in program.extra]
-    parameters = [
-        split(a, spec if FSDP in parts else without(spec, FSDP))  # else a layer gets its weights gathered
-        for a, spec, parts in zip(program.parameters, parameter_specs, read_in_parts(program), strict=True)
-    ]
-    # Only the result of the partitioner is read, so the compiler need not optimise.
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
-    with jax.set_mesh(mesh):  # whatever mesh the user is on
-        stash = jax.shard_map(  # as the engine does, so that constraints in loops know the mesh
-            lambda *args: program.forward_and_stash(*args)[1],
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            axis_names={STAGE, DATA} & set(mesh.axis_names),
-            check_vma=False,
-        )
-        compiled = jax.jit(stash).lower(parameters, inputs, extra).compile(options)
-    return [
-        divisible(
-            tuple(sharding.spec) if isinstance(sharding, NamedSharding) else (),
-            aval.shape,
-            mesh.shape,
-        )
-        for aval, sharding in zip(program.stash, compiled.output_shardings, strict=True)
-    ]
+    def _found(self, function: Callable[..., Sequence], arguments: tuple, avals: Sequence) -> list[tuple]:
+        """The splits of the results of a function."""
+        mesh = self.mesh
+        if mesh is None or compilers_part(mesh) is None or not avals:
+            return [()] * len(avals)
+        # Only the result of the partitioner is read, so the compiler need not optimise.
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
+        with jax.set_mesh(mesh):  # whatever mesh the user is on
+            run = jax.shard_map(  # as the engine does, so that constraints in loops know the mesh
+                function,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                axis_names={STAGE, DATA} & set(mesh.axis_names),
+                check_vma=False,
+            )
+            compiled = jax.jit(run).lower(*arguments).compile(options)
+        return [
+            divisible(tuple(s.spec) if isinstance(s, NamedSharding) else (), aval.shape, mesh.shape)
+            for aval, s in zip(avals, compiled.output_shardings, strict=True)
+        ]

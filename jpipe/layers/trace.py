@@ -23,7 +23,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
-from jpipe.layers.sharding import ValueSplit, stash_specs
+from jpipe.layers.sharding import KeptSpecs, ValueSplit
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.tracer import Tracer
 from jpipe.layers.trainable import ALL, Trainable
@@ -47,7 +47,7 @@ class Traced:
       skips: name -> (layer that stashes it, layer that pops it, abstract leaves).
       specs: the split of the parameters of each layer kind over automatic axes of the mesh, in the
         form of `packing.Leaf`.
-      find_stash_specs: compiles the layers on the first call, and returns `stash_specs`.
+      kept_specs: the splits of what the layers of each kind keep between their passes, which the compiler decides.
       values: the split of the values that layers pass on.
       splits: the split of each layer by a strategy; `()` without a strategy.
     """
@@ -62,7 +62,7 @@ class Traced:
     output_tree: Any
     skips: Mapping[str, tuple[int, int, tuple]]
     specs: Sequence[tuple[tuple, ...]]
-    find_stash_specs: Callable[[], Sequence[Sequence[tuple]]]
+    kept_specs: KeptSpecs
     values: ValueSplit
     splits: Sequence[LayerSplit] = ()
 
@@ -70,11 +70,6 @@ class Traced:
         """The layers for a table that does not split backwards: see `LayerProgram.with_one_stash`."""
         kinds = [kind.with_one_stash() for kind in self.layer_kinds]
         return dataclasses.replace(self, layer_kinds=kinds)
-
-    @property
-    def stash_specs(self) -> Sequence[Sequence[tuple]]:
-        """The split of the stash of each layer kind, which the compiler decides."""
-        return self.find_stash_specs()
 
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
         """A leaf that is split like the values that layers pass on, such as a leaf of a message."""
@@ -231,18 +226,10 @@ def _trace(
         reported=reported,
         inputs=leaves,
         output_tree=jax.tree.structure(outputs),
-        find_stash_specs=functools.cache(lambda: _stash_specs(tracer, values, mesh if loss is not None else None)),
+        kept_specs=KeptSpecs(tracer.layer_kinds, tracer.specs, values, mesh if loss is not None else None),
         values=values,
     )
     return traced_layers, outputs[0] if reported else outputs
-
-
-def _stash_specs(tracer: Tracer, values: ValueSplit, mesh: Mesh | None) -> list:
-    """The split of the stash of each layer kind; empty without a mesh."""
-    if mesh is None or compilers_part(mesh) is None:
-        return [[()] * len(kind.stash) for kind in tracer.layer_kinds]
-    kinds = zip(tracer.layer_kinds, tracer.specs, strict=True)
-    return [stash_specs(kind, spec, values, mesh) for kind, spec in kinds]
 
 
 def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.sharding import ValueSplit, stash_specs
+from jpipe.layers.sharding import KeptSpecs, ValueSplit
 from jpipe.layers.trace import TrainingTrace
 from jpipe.mesh import CONTEXT, EXPERT, compilers_part
 from jpipe.packing import axes
@@ -97,13 +97,15 @@ class _Split:
     def of(cls, program: LayerProgram, specs: tuple, values: ValueSplit, mesh: Mesh) -> "_Split":
         group = compilers_part(mesh)
         assert group is not None
-        # The engine holds what is between the halves of a backward whole.
-        stashes: dict[str, Any] = {"split_residuals": program.split_residuals}
+        stashes: dict[str, Any] = {}
         for prefix, rereads in (("", True), ("full_", False)):
             rerun = program.rereading(rereads)
-            local = parts(rerun.stash, stash_specs(rerun, specs, values, mesh), group.shape)
+            kept_specs = KeptSpecs([rerun], [specs], values, mesh)
+            local = parts(rerun.stash, kept_specs.stash[0], group.shape)
             for name in ("input_stash", "weight_stash"):
                 stashes[prefix + name] = tuple(local[i] for i in getattr(rerun, name))
+            if rerun is program:
+                stashes["split_residuals"] = parts(rerun.split_residuals, kept_specs.split_residuals[0], group.shape)
         return cls(
             values,
             _share(program.outputs, values),

@@ -459,6 +459,7 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "frozen": lambda traced, k: _weights_of(traced.specs[k], traced, "frozen", k),
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
     "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
+    "split_residuals": lambda traced, k: _split_residual_specs(traced, k),
 }
 
 
@@ -485,7 +486,12 @@ def with_device_dim(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf
 
 
 def _stash_specs(traced: Traced, k: int, ring: str) -> list:
-    return [traced.stash_specs[k][i] for i in getattr(traced.layer_kinds[k], ring)]
+    return [traced.kept_specs.stash[k][i] for i in getattr(traced.layer_kinds[k], ring)]
+
+
+def _split_residual_specs(traced: Traced, k: int) -> list:
+    has_any = bool(traced.layer_kinds[k].split_residuals)  # of a table that splits backwards
+    return traced.kept_specs.split_residuals[k] if has_any else []
 
 
 def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:

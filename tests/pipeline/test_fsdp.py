@@ -181,6 +181,25 @@ class Wide(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
+def test_what_waits_for_a_backward_is_split(schedule):
+    """Stashes, and what is between the halves of a split backward: each device has those of its rows."""
+    batch = {"inputs": np.ones((16, 6), np.float32)}
+    one, two = (
+        jpipe.Pipeline(
+            [Wide] * 4,
+            loss=lambda outputs, batch: jnp.mean(outputs**2),
+            optimizer=ADAM,
+            schedule=schedule_named(schedule, 2, N),
+            mesh=jpipe.make_mesh(stage=2, fsdp=size),
+        )
+        .memory(batch)
+        .activations
+        for size in (1, 2)
+    )
+    assert 0 <= 2 * two - one <= 16  # single numbers are whole
+
+
 def test_the_compiled_step_gathers_weights_and_no_activations():
     pipe = jpipe.Pipeline(
         [Wide] * 4,
