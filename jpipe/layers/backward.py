@@ -37,6 +37,7 @@ from typing import Any
 from jpipe.layers.avals import abstract, is_inexact
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.flow import inputs_read
+from jpipe.layers.mapped_residuals import with_own_maps
 from jpipe.layers.products import GradientForms, ProductForm, with_products
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun, Residuals
 from jpipe.layers.vjp import (
@@ -192,6 +193,8 @@ def trace_layer(
     inexact = {i: x for i, x in enumerate(arguments.inputs) if is_inexact(x)}
     computed = [i for i in inexact if differentiated is None or i in differentiated]
     forward = trace_forward(function, arguments, has_aux, computed, policy, frozen)
+    equations = with_own_maps(forward.equations, forward.residuals, lambda eqn: rerun.time(eqn) == 0)
+    forward = forward._replace(equations=equations)
     check_offload(forward.residuals)
     check_effects(forward.equations)
     zeros = {i: x for i, x in inexact.items() if zero_input_grads and i not in computed}

@@ -76,7 +76,7 @@ class Equations:
         )
 
     @classmethod
-    def _held(cls, closed: jex.ClosedJaxpr) -> "Equations":
+    def held(cls, closed: jex.ClosedJaxpr) -> "Equations":
         """The equations of a jaxpr that an equation of a program holds, which are without a mesh already."""
         jaxpr = closed.jaxpr
         constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -252,7 +252,7 @@ def bind(eqn: Any, values: Sequence) -> list:
         return [constraint.constrain(*values, **eqn.params)]
     if eqn.primitive is mapped.mapped_p:
         jaxpr, *params = (eqn.params[name] for name in ("jaxpr", "in_specs", "out_specs", "sizes"))
-        return mapped.mapped(Equations._held(jaxpr), values, *params)
+        return mapped.mapped(Equations.held(jaxpr), values, *params)
     if eqn.primitive.name == "axis_index":  # of the mesh that the equation runs on
         return [lax.axis_index(**eqn.params)]
     if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
@@ -279,7 +279,7 @@ def _on_surroundings(eqn: Any) -> Any:
             return tuple(map(traced, value))
         if not isinstance(value, jex.ClosedJaxpr) or not holds(value):
             return value
-        return jax.make_jaxpr(Equations._held(value).__call__)(*map(_without_sharding, value.in_avals))
+        return jax.make_jaxpr(Equations.held(value).__call__)(*map(_without_sharding, value.in_avals))
 
     if not any(map(holds, _jaxprs_of(eqn))):
         return eqn

@@ -41,6 +41,7 @@ from jpipe.layers.avals import num_bytes
 from jpipe.layers.cut import SINK, SOURCE, Network
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, contains, value_of, variables
+from jpipe.layers.mapped import mapped_p
 from jpipe.layers.vjp import Arguments, Forward
 
 _FUSED = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze", "transpose"}
@@ -66,6 +67,8 @@ class Rerun:
         name = eqn.primitive.name
         if eqn.effects:
             return math.inf
+        if eqn.primitive is mapped_p:  # what communicates, or multiplies, never runs again
+            return math.inf if any(map(self.time, eqn.params["jaxpr"].jaxpr.eqns)) else 0
         if name in _FUSED:
             return 0
         written = num_bytes(v.aval for v in eqn.outvars)
