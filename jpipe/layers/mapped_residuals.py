@@ -62,10 +62,12 @@ class _Split:
         """
         outputs, eqn = self._body.outputs, self._eqn
         sources = {i: self._sources(outputs[i]) for i in numbers}
-        sources = {i: needed for i, needed in sources.items() if outputs[i] not in needed}
-        if not sources:
+        # A result that no free equation computes stays, unless other results need it too.
+        made = {i: needed for i, needed in sources.items() if outputs[i] in self._given or outputs[i] not in needed}
+        if not made:
             return [eqn]
-        values = list(dict.fromkeys(v for needed in sources.values() for v in needed if v not in self._given))
+        values = list(dict.fromkeys(v for needed in made.values() for v in needed if v not in self._given))
+        sources = {i: needed for i, needed in sources.items() if i in made or outputs[i] in values}
         handed_on = {
             v: (
                 jex.Var(jax.core.ShapedArray((math.prod(self._sizes.values()), *v.aval.shape), v.aval.dtype)),

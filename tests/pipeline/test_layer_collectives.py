@@ -566,3 +566,45 @@ def test_meshes_of_the_surroundings_change_nothing(mesh):
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         _, metrics = pipe.step(state, first)
     np.testing.assert_allclose(metrics["loss"], losses[0], rtol=1e-5)
+
+
+# -- What is stashed
+
+
+class SplitMlp(nnx.Module):
+    """Hidden units are split over "model", by hand; GELU has a derivative of several arrays."""
+
+    def __init__(self, is_split, *, rngs):
+        self.up, self.down, self.is_split = weights(rngs, D, 4 * D), weights(rngs, 4 * D, D), is_split
+
+    def __call__(self, x):
+        def hidden(x, up, down):
+            y = jax.nn.gelu(x @ up) * jax.nn.sigmoid(x.mean()) @ down
+            return lax.psum(y, "model") if self.is_split else y
+
+        if self.is_split:
+            hidden = jax.shard_map(hidden, in_specs=(P(), P(None, "model"), P("model", None)), out_specs=P())
+        return x + jnp.tanh(hidden(x, self.up[...], self.down[...]))
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1", "pipemare"])
+def test_a_map_stashes_what_the_same_layer_without_one_does(schedule):
+    """Not every array that the derivative of its elementwise operations reads."""
+    stashes, trained = [], []
+    for is_split in (False, True):
+        pipe = jpipe.Pipeline(
+            [functools.partial(SplitMlp, is_split)] * 2,
+            loss=square,
+            optimizer=optax.sgd(RATE),
+            schedule=jpipe.schedules.get(schedule)(2, N),
+            mesh=jpipe.make_mesh(stage=2, **({"model": 2} if is_split else {})),
+        )
+        state = pipe.init(KEY, batches()[0])
+        for batch in batches():
+            state, _ = pipe.step(state, batch)
+        trained.append(pipe.get_params(pipe.flush(state)[0]))
+        kind = pipe._program(batches()[0]).traced.layer_kinds[-1]
+        # A single number that each device has is one for each of them.
+        stashes.append(sorted(a.size for a in kind.stash if a.size > 2))
+    assert stashes[0] == stashes[1]
+    assert_close(trained[1], trained[0], "float32")
