@@ -12,6 +12,7 @@ residuals from it in the backward. Time is counted in bytes that are written or 
     an elementwise equation           0, XLA fuses it with the operations that read its result
     a product of activations          its FLOPs / the FLOPs per byte of the platform, and the bytes of its result
     a copy (slice, concatenate, ...)  the bytes of its result
+    a map of elementwise equations    0, see `jpipe.layers.mapped_residuals`
     any other equation                never runs again
 
 A product does not count its operands: the products of the backward read them anyway. A product with
