@@ -8,7 +8,7 @@ makespans of different schedules can be compared by eye.
 import itertools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".pdf", ".png", ".svg")
-_UPDATE, _BACKGROUND = "black", "#f3f3f3"
+_UPDATE, BACKGROUND = "black", "#f3f3f3"
 
 # Inches.
 _UNIT = 0.2  # of time, on the device's scale
@@ -39,7 +39,7 @@ _PANEL, _ROW = 36 * _UNIT, 0.36
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 1.35, 1.75, 1.13, 0.5, 0.3
 _COLUMN = 0.56  # of a fact at the right
 
-_DIGIT = 0.64  # width of a digit, in font sizes
+DIGIT = 0.64  # width of a digit, in font sizes
 
 
 def figure(schedule: Schedule) -> "Figure":
@@ -198,7 +198,7 @@ def _cells(shown: Schedule, layout: _Layout) -> Iterator[_Cell]:
             device = shown.device[c]
             length = int(length_of_column[c])
             length *= 2 if field == "backward" and not shown.splits_backward else 1
-            fill = _lighter(KINDS[field].fill, lightness[c])
+            fill = lighter(KINDS[field].fill, lightness[c])
             yield _Cell(int(free_from[device]), int(row_of[c]), length, fill, str(m))
             free_from[device] += length
         for c in np.flatnonzero(shown.update[t] != IDLE):
@@ -221,11 +221,44 @@ def _lightness(shown: Schedule) -> np.ndarray:
     return lightness
 
 
-def _lighter(color: str, lightness: float) -> tuple[float, ...]:
+def lighter(color: str, lightness: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
     rgb = np.array(to_rgb(color))
     return tuple(rgb + (1 - rgb) * 0.55 * lightness)
+
+
+def draw_bar(
+    axes: "Axes", row: int, span: tuple[float, float], fill: tuple[float, ...], word: str, fontsize: float, **edge: Any
+) -> None:
+    """A bar with a word in it.
+
+    Args:
+      axes: where it is drawn.
+      row: its row.
+      span: its start and its length.
+      fill: its colour.
+      word: the word; "": none.
+      fontsize: of the word.
+      **edge: options of its edge.
+    """
+    from matplotlib.patches import Rectangle
+
+    start, length = span
+    axes.add_patch(Rectangle((start, row - 0.42), length, 0.84, fc=fill, **edge))
+    if not word:
+        return
+    dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
+    axes.text(
+        start + length / 2,
+        row,
+        word,
+        color="white" if dark else "black",
+        fontsize=fontsize,
+        ha="center",
+        va="center_baseline",
+        clip_on=True,
+    )
 
 
 def _draw_panel(axes: "Axes", first: int, last: int, cells: list[_Cell], layout: _Layout) -> None:
@@ -238,24 +271,12 @@ def _draw_panel(axes: "Axes", first: int, last: int, cells: list[_Cell], layout:
             axes.vlines(start, row - 0.5, row + 0.42, color=_UPDATE, lw=1.5)
             axes.plot(start, row - 0.5, "v", color=_UPDATE, ms=5, clip_on=False)
         if word and start < last and start + length > first:
-            corner = start, row - 0.42
-            axes.add_patch(Rectangle(corner, length, 0.84, fc=fill, ec="white"))
-            dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
             room = 0.85 * 72 * layout.unit * length  # points
-            axes.text(
-                start + length / 2,
-                row,
-                word,
-                color="white" if dark else "black",
-                fontsize=min(7, room / (_DIGIT * len(word))),
-                ha="center",
-                va="center_baseline",
-                clip_on=True,
-            )
+            draw_bar(axes, row, (start, length), fill, word, min(7, room / (DIGIT * len(word))), ec="white")
     ends = layout.ends[(layout.ends > first) & (layout.ends <= last)]
     axes.vlines(ends, -0.5, num_rows - 0.5, color="#dddddd", lw=0.5, zorder=0)
     corner, width = (first, -0.5), last - first
-    axes.add_patch(Rectangle(corner, width, num_rows, fc=_BACKGROUND, ec="none", zorder=-1))
+    axes.add_patch(Rectangle(corner, width, num_rows, fc=BACKGROUND, ec="none", zorder=-1))
     times = [first, last]
     if layout.repeats is not None and first <= layout.repeats <= last:
         axes.axvline(layout.repeats, color=_UPDATE, lw=1, ls="--", clip_on=False)
@@ -340,18 +361,25 @@ def _draw_legend(fig: "Figure", schedule: Schedule, layout: _Layout, corner: tup
     handles: list[Any] = [Patch(fc=KINDS[field].fill) for field in names]
     labels = list(names.values())
     if layout.by_device:
-        light = [Patch(fc=_lighter(KINDS[field].fill, 1.0)) for field in names]
+        light = [Patch(fc=lighter(KINDS[field].fill, 1.0)) for field in names]
         handles.append(tuple(light))
         labels.append("lighter: later stages of the device")
     if not schedule.forward_only:
         handles.append(Line2D([], [], color=_UPDATE, marker="v", ms=5, ls="none"))
         labels.append("update of the weights")
+    draw_legend(fig, handles, labels, corner, handler_map={tuple: HandlerTuple(ndivide=None, pad=0)})
+
+
+def draw_legend(
+    fig: "Figure", handles: Sequence[Any], labels: Sequence[str], corner: tuple[float, float], **options: Any
+) -> None:
+    """A legend in one row, from its upper left corner on."""
     fig.legend(
         handles=handles,
         labels=labels,
         loc="upper left",
         bbox_to_anchor=corner,
-        ncols=len(handles),
+        ncols=len(handles) or 1,
         fontsize=8,
         frameon=False,
         borderaxespad=0,
@@ -359,7 +387,7 @@ def _draw_legend(fig: "Figure", schedule: Schedule, layout: _Layout, corner: tup
         columnspacing=1.2,
         handlelength=1.6,
         handletextpad=0.5,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        **options,
     )
 
 

@@ -6,11 +6,10 @@ What other rooms need to write them to files stands here too.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from jpipe._util.figures import new_figure
 from jpipe.draw._export import Slice as Slice
 from jpipe.draw._export import trace_events as trace_events
+from jpipe.draw._figure import BACKGROUND, DIGIT, draw_bar, draw_legend, lighter
 from jpipe.draw._figure import SUFFIXES as SUFFIXES
 from jpipe.draw._figure import write as write
 from jpipe.draw._shared import KINDS, Kind
@@ -32,8 +31,7 @@ BAR_KINDS = {
 """Operation -> the letter and the colours of its bars. Idle time has no bar."""
 
 _NAMES = {"weight_grad": "weight gradient", "embed_backward": "backward of the embedding", "commit": "statistics"}
-_BACKGROUND, _WIDTH, _ROW = "#f3f3f3", 9.5, 0.3  # inches
-_DIGIT = 0.64  # width of a digit, in font sizes
+_WIDTH, _ROW = 9.5, 0.3  # inches
 
 
 class Bar(NamedTuple):
@@ -136,51 +134,24 @@ def charts_figure(charts: Sequence[Chart]) -> "Figure":
     if any(bar.lightness for chart in charts for bar in chart.bars):
         handles.append(Patch(fc="none", ec="none"))
         labels.append("lighter: later stages of the device")
-    figure.legend(
-        handles=handles,
-        labels=labels,
-        loc="upper left",
-        bbox_to_anchor=(left / _WIDTH, 1 - 0.08 / height),
-        ncols=len(handles) or 1,
-        fontsize=8,
-        frameon=False,
-        borderaxespad=0,
-        borderpad=0,
-        columnspacing=1.2,
-        handlelength=1.6,
-        handletextpad=0.5,
-    )
+    draw_legend(figure, handles, labels, (left / _WIDTH, 1 - 0.08 / height))
     return figure
 
 
 def _draw(axes: "Axes", chart: Chart, seconds: float, factor: float) -> None:
     """The rows of a chart, with times multiplied by a factor."""
-    from matplotlib.colors import to_rgb
     from matplotlib.patches import Rectangle
 
     points = 72 * (_WIDTH - 1.15) / (seconds or 1.0)  # per second
     for bar in chart.in_order:
-        rgb = np.array(to_rgb(BAR_KINDS[bar.operation].fill))
-        fill = rgb + (1 - rgb) * 0.55 * bar.lightness
+        fill = lighter(BAR_KINDS[bar.operation].fill, bar.lightness)
         length = bar.end - bar.start
         edge = "white" if length * points > 4 else "none"
-        corner = bar.start * factor, bar.row - 0.42
-        axes.add_patch(Rectangle(corner, length * factor, 0.84, fc=tuple(fill), ec=edge, lw=0.6))
-        size = min(7.0, 0.85 * length * points / (_DIGIT * max(len(bar.word), 1)))
-        if bar.word and size >= 3:
-            dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
-            axes.text(
-                (bar.start + length / 2) * factor,
-                bar.row,
-                bar.word,
-                color="white" if dark else "black",
-                fontsize=size,
-                ha="center",
-                va="center_baseline",
-                clip_on=True,
-            )
+        size = min(7.0, 0.85 * length * points / (DIGIT * max(len(bar.word), 1)))
+        word = bar.word if size >= 3 else ""
+        draw_bar(axes, bar.row, (bar.start * factor, length * factor), fill, word, size, ec=edge, lw=0.6)
     num_rows = len(chart.rows)
-    axes.add_patch(Rectangle((0, -0.5), chart.seconds * factor, num_rows, fc=_BACKGROUND, ec="none", zorder=-1))
+    axes.add_patch(Rectangle((0, -0.5), chart.seconds * factor, num_rows, fc=BACKGROUND, ec="none", zorder=-1))
     axes.set_xlim(0, seconds * factor)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.set_yticks(range(num_rows), chart.rows)
