@@ -20,26 +20,16 @@ _CALLS = ("while", "conditional", "call")
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """`(number, value)` of every field of a message: an int, or bytes."""
     at, end = 0, len(data)
-
-    def varint() -> int:
-        nonlocal at
-        result = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            result |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return result
-
     while at < end:
-        number, wire = divmod(varint(), 8)
+        key, at = _varint(data, at)
+        number, wire = divmod(key, 8)
         if wire == 0:
-            yield number, varint()
+            value, at = _varint(data, at)
+            yield number, value
             continue
         size = {1: 8, 5: 4}.get(wire)
         if size is None:
-            size = varint()
+            size, at = _varint(data, at)
         yield number, data[at : at + size]
         at += size
 
@@ -50,16 +40,21 @@ def ints(value: int | bytes) -> list[int]:
         return [value]
     values, at = [], 0
     while at < len(value):
-        result = shift = 0
-        while True:
-            byte = value[at]
-            at += 1
-            result |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                break
+        result, at = _varint(value, at)
         values.append(result)
     return values
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The integer that begins at a position, and the position after it."""
+    result = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        result |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            return result, at
 
 
 def _all(data: bytes) -> dict[int, list]:

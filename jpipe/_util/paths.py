@@ -1,11 +1,25 @@
 """Paths that users name."""
 
+import contextlib
 import os
 import pathlib
 import re
+from collections.abc import Iterator
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 """The begin of an address, such as "gs://" or, once `pathlib` has read it, "gs:/"; not a drive such as "C:/"."""
+
+
+@contextlib.contextmanager
+def replaced(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields the path of a file to write, which takes the place of another once it is whole, or is removed."""
+    unfinished = path.with_name(f"{path.name}.saving")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def local_path(path: str | os.PathLike, name: str) -> pathlib.Path:

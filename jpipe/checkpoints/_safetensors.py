@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from jpipe._util.paths import replaced
 from jpipe._util.suggest import did_you_mean, suggests
 
 ENDING = ".safetensors"
@@ -343,14 +344,9 @@ def write(
     save = _safetensors().numpy.save_file
     files = {path.name: groups[0]} if len(groups) == 1 else _numbered(path, groups)
     for name, group in files.items():
-        unfinished = path.with_name(f"{name}.saving")
-        try:
+        with replaced(path.with_name(name)) as unfinished:
             # An array in another order would be written as it lies in memory: as wrong numbers.
             save({n: np.asarray(tensors[n], order="C") for n in group}, unfinished, metadata=metadata)
-            unfinished.replace(path.with_name(name))
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
     index = path.with_name(f"{path.name}.index.json")
     if len(groups) == 1:
         index.unlink(missing_ok=True)

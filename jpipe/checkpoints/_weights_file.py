@@ -10,7 +10,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from jpipe._util.foreign import shown
-from jpipe._util.paths import local_path
+from jpipe._util.paths import local_path, replaced
 from jpipe._util.suggest import suggests
 from jpipe.checkpoints import _safetensors
 from jpipe.checkpoints._safetensors import NameMap
@@ -69,13 +69,8 @@ def save_params(
         "params": arrays,
         "crc32": {name: _crc(a, num_layers) for name, a in arrays.items()},
     }
-    unfinished = path.with_name(f"{path.name}.saving")
-    try:
+    with replaced(path) as unfinished:
         unfinished.write_bytes(serialization.msgpack_serialize(content))
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 @suggests
