@@ -40,12 +40,12 @@ from typing import Any
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
-import jax.extend.core as jex
 import numpy as np
 import optax
 from gpu_sizes import PEAK_FLOPS, Sizes, model_flops
 
 import jpipe
+from jpipe.layers.equations import jaxprs_in
 from jpipe.plan import Machine, Prediction, Profile, Seconds, balance_by_time, predict
 from jpipe.schedule import Schedule
 from models import MixtureTransformer
@@ -162,16 +162,7 @@ def counted(rows: int) -> tuple[Profile, list[dict[str, float]]]:
 
 def flops_of(kind: Any) -> dict[str, float]:
     """FLOPs of the products of each program of a layer."""
-    at_hand = [*kind.parameters, *(kind.extra[i] for i in kind.constants)]
-    gradients = [y for y in kind.outputs if np.issubdtype(y.dtype, np.floating) or y.dtype == jax.numpy.bfloat16]
-    stash = list(kind.stash)
-    calls = {
-        "forward": (kind.forward, (list(kind.parameters), list(kind.inputs), list(kind.extra))),
-        "backward": (kind.backward, (at_hand, stash, gradients)),
-        "input_grad": (kind.input_grad, (at_hand, stash, gradients)),
-        "weight_grad": (kind.weight_grad, (at_hand, stash, list(kind.split_residuals))),
-    }
-    flops = {name: products(jax.make_jaxpr(call)(*arguments).jaxpr) for name, (call, arguments) in calls.items()}
+    flops = {name: products(jax.make_jaxpr(call)(*arguments).jaxpr) for name, (call, arguments) in kind.calls.items()}
     return flops | {"forward_and_stash": flops["forward"]}
 
 
@@ -184,16 +175,10 @@ def products(jaxpr: Any) -> float:
             total += (
                 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
             )
-        inner = [products(j) for j in _jaxprs(eqn.params)]
+        inner = [products(j) for j in jaxprs_in(eqn)]
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += max(inner, default=0.0) if eqn.primitive.name == "cond" else times * sum(inner)
     return total
-
-
-def _jaxprs(params: Any) -> list:
-    items = [item for value in params.values() for item in (value if isinstance(value, tuple | list) else [value])]
-    jaxprs = [getattr(item, "jaxpr", item) for item in items if isinstance(item, jex.ClosedJaxpr | jex.Jaxpr)]
-    return jaxprs
 
 
 @functools.cache

@@ -496,6 +496,22 @@ def axes_by_dim(spec: Sequence) -> list[tuple]:
     return [(names,) if isinstance(names, str) else names or () for names in spec]
 
 
+def part_shape(shape: Sequence[int], spec: Sequence, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a device's part of an array.
+
+    Args:
+      shape: the shape of the array, which the axes divide.
+      spec: the axes that each of the first dims is split over.
+      sizes: axis -> number of devices.
+
+    Example:
+      >>> part_shape((8, 6, 5), (("data", "fsdp"), "model"), {"data": 2, "fsdp": 2, "model": 3})
+      (2, 2, 5)
+    """
+    dims = [*axes_by_dim(spec), *[()] * (len(shape) - len(spec))]
+    return tuple(size // math.prod(sizes[name] for name in names) for size, names in zip(shape, dims, strict=True))
+
+
 def _row_major(place: Place, block: jax.Array) -> jax.Array:
     """Gives `block` a fixed layout on TPUs and GPUs: the last dim is innermost.
 

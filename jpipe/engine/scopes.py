@@ -96,13 +96,13 @@ class TickPlace(NamedTuple):
     @classmethod
     def of(cls, op_name: str) -> "TickPlace | None":
         """The place that the name of an instruction states; None if it is part of no operation."""
-        loop, ticks = _TICKS.search(op_name), ticks_of(op_name)
+        loop = _TICKS.search(op_name)
         text = op_name if loop is None else op_name[loop.end() :]
         match = _PLACE.search(text)
         if match is None:
             return None
         in_branch = bool(_CHOSEN.search(text[: match.start() + 1])) or bool(_RUN.match(text[match.end() :]))
-        return cls(ticks, match[2] or match[3], int(match[1] or 0), in_branch)
+        return cls(ticks_of(op_name), match[2] or match[3], int(match[1] or 0), in_branch)
 
 
 def ticks_of(op_name: str) -> range | None:

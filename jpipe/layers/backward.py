@@ -119,6 +119,18 @@ class LayerProgram:
         rerun = dataclasses.replace(self.rerun, reads_weights=weights)
         return self if rerun == self.rerun else self.made(rerun)
 
+    @property
+    def calls(self) -> dict[str, tuple[Callable[..., Any], tuple]]:
+        """ "forward", "backward", "input_grad" and "weight_grad", each with its abstract arguments."""
+        at_hand = [*self.parameters, *(self.extra[i] for i in self.constants)]
+        stash, output_grads = list(self.stash), [y for y in self.outputs if is_inexact(y)]
+        return {
+            "forward": (self.forward, (list(self.parameters), list(self.inputs), list(self.extra))),
+            "backward": (self.backward, (at_hand, stash, output_grads)),
+            "input_grad": (self.input_grad, (at_hand, stash, output_grads)),
+            "weight_grad": (self.weight_grad, (at_hand, stash, list(self.split_residuals))),
+        }
+
     def outputs_on(self, differentiated: Collection[int]) -> list[bool]:
         """For each output whether it depends on parameters that are trained, or on inputs at some positions."""
         inputs = self.forward_equations.inputs

@@ -445,10 +445,20 @@ def _without_sharding(aval: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
 
 
+def jaxprs_in(eqn: Any) -> list:
+    """The jaxprs among the parameters of an equation, without their constants."""
+    return [j.jaxpr if isinstance(j, jex.ClosedJaxpr) else j for j in held_jaxprs(eqn)]
+
+
+def held_jaxprs(eqn: Any) -> list:
+    """The jaxprs among the parameters of an equation, closed or not."""
+    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple | list) else (p,))]
+    return [v for v in values if isinstance(v, jex.ClosedJaxpr | jex.Jaxpr)]
+
+
 def _jaxprs_of(eqn: Any) -> list:
     """The closed jaxprs among the parameters of an equation."""
-    values = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
-    return [v for v in values if isinstance(v, jex.ClosedJaxpr)]
+    return [jaxpr for jaxpr in held_jaxprs(eqn) if isinstance(jaxpr, jex.ClosedJaxpr)]
 
 
 # -- Dependence

@@ -5,7 +5,7 @@ others, and there JAX fails. So a kernel becomes a `mapped` over all axes that a
 `jpipe.layers.mapped`. An attention is split by rows and heads. Of any other kernel each device computes the whole.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from jpipe._attention.split import Split
 from jpipe.layers import mapped
-from jpipe.layers.mesh_free import NO_MESH, params_without_mesh
+from jpipe.layers.mesh_free import params_without_mesh
 from jpipe.mesh import DATA, STAGE
-from jpipe.packing import axes, axes_by_dim
+from jpipe.packing import axes
 
 _ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 _KERNELS = ("custom_partitioning", *_ATTENTION)
@@ -43,19 +43,14 @@ def without_mesh(eqn: Any, inner: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) 
     if not names:
         return eqn
     mapped.check_order(mesh.axis_names, names, f"the kernel {eqn.primitive.name}")
-    sizes = {name: mesh.shape[name] for name in names}
     in_specs, out_specs, summed_over = _specs(eqn, mesh)
 
     def run(*values: jax.Array) -> list:
         *results, last = eqn.primitive.bind(*values, **eqn.params)
         return [*results, jax.lax.psum(last, summed_over) if summed_over else last]
 
-    with jax.sharding.use_abstract_mesh(NO_MESH):
-        shapes = [_part(v.aval.shape, spec, sizes) for v, spec in zip(eqn.invars, in_specs, strict=True)]
-        local = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, v in zip(shapes, eqn.invars)]
-        jaxpr = jax.make_jaxpr(run, axis_env=[*sizes.items()])(*local)
-    params = {"jaxpr": jaxpr, "in_specs": in_specs, "out_specs": out_specs, "sizes": tuple(sizes.items())}
-    return eqn.replace(primitive=mapped.mapped_p, params=params)
+    operands, results = zip(eqn.invars, in_specs, strict=True), zip(eqn.outvars, out_specs, strict=True)
+    return mapped.equation(eqn, run, [*operands], [*results], [(name, mesh.shape[name]) for name in names])
 
 
 def _specs(eqn: Any, mesh: AbstractMesh) -> tuple[tuple[P, ...], tuple[P, ...], tuple[str, ...]]:
@@ -86,12 +81,3 @@ def _specs(eqn: Any, mesh: AbstractMesh) -> tuple[tuple[P, ...], tuple[P, ...], 
     out_specs = (values, values, values, bias)[: len(eqn.outvars)]
     summed_over = {*split.rows, *split.heads} - {*axes(tuple(bias))} if len(out_specs) == 4 else ()
     return in_specs, out_specs, tuple(summed_over)
-
-
-def _part(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a part of an array."""
-    part = list(shape)
-    for dim, names in enumerate(axes_by_dim(tuple(spec))):
-        for name in names:
-            part[dim] //= sizes[name]
-    return tuple(part)

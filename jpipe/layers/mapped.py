@@ -24,8 +24,9 @@ import jaxlib
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jpipe.layers.mesh_free import NO_MESH
 from jpipe.mesh import DATA, STAGE
-from jpipe.packing import axes, axes_by_dim
+from jpipe.packing import axes, axes_by_dim, part_shape
 
 NAME = "shard_map"
 """The name of the primitive of `jax.shard_map`."""
@@ -73,6 +74,31 @@ def without_mesh(eqn: Any, inner: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) 
     sizes = tuple((name, params["mesh"].shape[name]) for name in names)
     specs = {key: params[key] for key in ("in_specs", "out_specs")}
     return eqn.replace(primitive=mapped_p, params={"jaxpr": inner(closed), "sizes": sizes, **specs})
+
+
+def equation(
+    eqn: Any,
+    run: Callable[..., Sequence],
+    operands: Sequence[tuple[Any, PartitionSpec]],
+    results: Sequence[tuple[Any, PartitionSpec]],
+    sizes: Sequence[tuple[str, int]],
+) -> Any:
+    """A `mapped` in the place of an equation.
+
+    Args:
+      eqn: the equation.
+      run: the mapped function, from and to the parts of a device. It may use collectives.
+      operands, results: for each the atom or variable, and how it is split.
+      sizes: the axes, each with its number of devices.
+    """
+    shapes = [part_shape(v.aval.shape, tuple(spec), dict(sizes)) for v, spec in operands]
+    local = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, (v, _) in zip(shapes, operands)]
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        jaxpr = jax.make_jaxpr(run, axis_env=[*sizes])(*local)
+    invars, in_specs = zip(*operands) if operands else ((), ())
+    outvars, out_specs = zip(*results)
+    params = {"jaxpr": jaxpr, "in_specs": in_specs, "out_specs": out_specs, "sizes": tuple(sizes)}
+    return eqn.replace(primitive=mapped_p, invars=[*invars], outvars=[*outvars], params=params)
 
 
 @contextlib.contextmanager

@@ -18,8 +18,7 @@ import jax.extend.core as jex
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.equations import Equations, variables
-from jpipe.layers.mapped import mapped_p
-from jpipe.layers.mesh_free import NO_MESH
+from jpipe.layers.mapped import equation, mapped_p
 
 
 def with_own_maps(program: Equations, residuals: Sequence, is_free: Callable[[Any], bool]) -> Equations:
@@ -130,16 +129,4 @@ class _Split:
             return [*found[: len(outputs)], *(a[None] for a in found[len(outputs) :])]
 
         operands = [handed_on[v] if v in handed_on else self._given[v] for v in inputs]
-        local = [
-            jax.ShapeDtypeStruct(((1, *v.aval.shape) if v in handed_on else v.aval.shape), v.aval.dtype) for v in inputs
-        ]
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            jaxpr = jax.make_jaxpr(run, axis_env=[*self._sizes.items()])(*local)
-        made = [*results, *to_hand_on.values()]
-        params = {
-            "jaxpr": jaxpr,
-            "in_specs": tuple(spec for _, spec in operands),
-            "out_specs": tuple(spec for _, spec in made),
-            "sizes": self._eqn.params["sizes"],
-        }
-        return self._eqn.replace(invars=[v for v, _ in operands], outvars=[v for v, _ in made], params=params)
+        return equation(self._eqn, run, operands, [*results, *to_hand_on.values()], [*self._sizes.items()])

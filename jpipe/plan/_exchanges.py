@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 from jax.sharding import Mesh
 
-from jpipe.layers.avals import is_inexact, num_bytes
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.equations import jaxprs_in
 from jpipe.layers.mapped import NAME as SHARD_MAP
 from jpipe.layers.sharding import ValueSplit, read_by_maps
 from jpipe.packing import axes
@@ -143,7 +143,7 @@ def _count(jaxpr: Any, sizes: Mapping[str, int]) -> _Count:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = eqn.params["mesh"].shape if name == SHARD_MAP else sizes
-        parts = [_count(part, inner) for part in _jaxprs(eqn.params)]
+        parts = [_count(part, inner) for part in jaxprs_in(eqn)]
         if name == "cond":
             count.take(max(parts, key=_Count.total))
         elif name == "while" and any(parts):
@@ -169,15 +169,6 @@ def _sent_by(eqn: Any, sent: _Sent, sizes: Mapping[str, int]) -> tuple[str, tupl
     return sent.kind, names, sent.num_bytes(size, n), sent.num_messages(n) if n > 1 else 0
 
 
-def _jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, jex.Jaxpr):
-                yield item
-
-
 def exchanges_of(program: LayerProgram, specs: Sequence[tuple], values: ValueSplit, mesh: Mesh) -> tuple[Exchange, ...]:
     """What a device sends in each operation of a layer, for one microbatch.
 
@@ -192,18 +183,8 @@ def exchanges_of(program: LayerProgram, specs: Sequence[tuple], values: ValueSpl
     Raises:
       ValueError: if a loop of unknown length sends.
     """
-    constants = [program.extra[i] for i in program.constants]
-    at_hand = [*program.parameters, *constants]
-    output_grads = [y for y in program.outputs if is_inexact(y)]
-    stash = list(program.stash)
-    calls: dict[str, tuple[Callable, tuple]] = {
-        "forward": (program.forward, (list(program.parameters), list(program.inputs), list(program.extra))),
-        "backward": (program.backward, (at_hand, stash, output_grads)),
-        "input_grad": (program.input_grad, (at_hand, stash, output_grads)),
-        "weight_grad": (program.weight_grad, (at_hand, stash, list(program.split_residuals))),
-    }
     found: list[Exchange] = []
-    for operation, (function, arguments) in calls.items():
+    for operation, (function, arguments) in program.calls.items():
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             closed = jax.make_jaxpr(function)(*arguments)
         count = _count(closed.jaxpr, mesh.shape)

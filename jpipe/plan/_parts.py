@@ -1,12 +1,11 @@
 """The costs of a layer that several devices share, on one of them."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax
 
-from jpipe.packing import axes_by_dim
+from jpipe.packing import part_shape
 from jpipe.plan._loops import Seconds
 from jpipe.plan._profile import LayerProfile
 
@@ -21,10 +20,7 @@ def part(aval: jax.ShapeDtypeStruct, spec: Sequence, sizes: Mapping[str, int]) -
       spec: the axes of each dim.
       sizes: axis of the mesh -> number of devices.
     """
-    shape = list(aval.shape)
-    for dim, names in enumerate(axes_by_dim(tuple(spec))):
-        shape[dim] //= math.prod(sizes[name] for name in names)
-    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+    return jax.ShapeDtypeStruct(part_shape(aval.shape, spec, sizes), aval.dtype)
 
 
 def parts(avals: Sequence[jax.ShapeDtypeStruct], specs: Sequence[Sequence], sizes: Mapping[str, int]) -> Avals:

@@ -137,7 +137,7 @@ class _Model(NamedTuple):
             traced = settings.trace(self.microbatch, self.key_impl)
         except CutError:
             return []
-        starts = boundaries_by_placement(settings, traced, self.microbatch)
+        starts = _boundaries(settings, traced, self.microbatch, self.bandwidth)
         marks = [traced.layers[start - 1].options.segment or () for start in starts]
         last_steps = [number for number, *_ in marks]
         return [tuple(bisect.bisect_left(last_steps, number) for number in range(num_steps))]
@@ -148,6 +148,11 @@ def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatc
 
     The layers stay in their order.
     """
+    return _boundaries(settings, traced, microbatch, bandwidth_of(settings))
+
+
+def _boundaries(settings: Settings, traced: TrainingTrace, microbatch: Any, bandwidth: float) -> list[int]:
+    """See `boundaries_by_placement`."""
     inner, num_stages = inner_layers(settings, traced, microbatch), settings.schedule.num_stages
     number = len(inner)
     costs = costs_of(settings, traced, microbatch)
@@ -164,7 +169,7 @@ def boundaries_by_placement(settings: Settings, traced: TrainingTrace, microbatc
         for aval in avals
     ]
     order = {(i, i + 1) for i in range(number - 1)}
-    stages = solved(Problem(costs, crossing, order, bandwidth_of(settings)), num_stages, None)
+    stages = solved(Problem(costs, crossing, order, bandwidth), num_stages, None)
     return [inner.start + min(members) for members in stages[1:]]
 
 

@@ -6,12 +6,13 @@ the value of its moment, and training and evaluation go on with it.
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 
+from jpipe.layers.equations import held_jaxprs
 from jpipe.layers.expressions import content
 from jpipe.segments.places import CutError
 from jpipe.segments.trace import Trace
@@ -77,7 +78,7 @@ def _equal(eqn: Any, other: Any, trace: Trace, again: Trace) -> bool:
     pairs = [(_value(v, constants), _value(w, others)) for v, w in zip(eqn.invars, other.invars)]
     if any(_text(v) != _text(w) for v, w in pairs if v is not w):
         return False
-    inner = list(zip(_jaxprs(eqn), _jaxprs(other)))
+    inner = list(zip(held_jaxprs(eqn), held_jaxprs(other)))
     return all(_equal_jaxprs(*pair, trace, again) for pair in inner)
 
 
@@ -87,13 +88,6 @@ def _equal_jaxprs(jaxpr: Any, other: Any, trace: Trace, again: Trace) -> bool:
         return False
     equations, others = (getattr(j, "jaxpr", j).eqns for j in (jaxpr, other))
     return len(equations) == len(others) and all(_equal(*pair, trace, again) for pair in zip(equations, others))
-
-
-def _jaxprs(eqn: Any) -> Iterator[Any]:
-    for param in eqn.params.values():
-        for value in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(value, jex.Jaxpr | jex.ClosedJaxpr):
-                yield value
 
 
 def _value(atom: Any, constants: dict) -> Any:
