@@ -209,7 +209,7 @@ def test_integer_parameters_have_no_gradient():
         def __call__(self, x):
             return x
 
-    with refused(r"layer 1 \(Counts\): parameter \['counts'\] has dtype int32, which has no gradient"):
+    with refused(r"layer 1 \(Counts\): parameter 'counts' has dtype int32, which has no gradient"):
         make([LINEAR, Counts])
 
 

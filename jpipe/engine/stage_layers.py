@@ -141,7 +141,7 @@ def read_stash(
     """The stashed values of layer i in one ring; for `recomputes` see `LayerProgram`."""
     stash = rings[ring]
     if isinstance(stash, TickStash):
-        values = [stash[place, i] for place in places]
+        values = [stash[place, i if place.stride else 0] for place in places]
         # Without a barrier XLA would compute a value of the forward once, and keep it for the backward.
         return lax.optimization_barrier(values) if recomputes else values
     return packing.read_all(stash, places, slot_of(ring), i) if places else []
@@ -156,13 +156,24 @@ def write_layer_stash(
     i: jax.Array | int,
     joined: bool = False,
 ) -> Rings:
-    """Writes the whole stash of layer i into the rings; for `joined` see `write_all`."""
+    """Writes the stash of layer i into the rings, without shared values; for `joined` see `write_all`."""
+    shared = {(v.ring, v.position) for v in run.shared}
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
         ("weight_stash", run.weight_stash, kind.weight_stash),
     ):
-        values = [stash[j] for j in positions]
-        rings = write_stash(rings, ring, places, values, slot_of, i, joined)
+        alone = [n for n, _ in enumerate(places) if (ring, n) not in shared]
+        values = [stash[positions[n]] for n in alone]
+        rings = write_stash(rings, ring, [places[n] for n in alone], values, slot_of, i, joined)
+    return rings
+
+
+def write_shared_stash(rings: Rings, run: LayerRun, r: int, inputs: Sequence[jax.Array], slot_of: SlotOf) -> Rings:
+    """Writes the values that layers of a stage share and run r has first; `inputs` are those of its layers."""
+    for value in run.shared:
+        if value.writer == (r, value.position):
+            place = getattr(run, value.ring)[value.position]
+            rings = write_stash(rings, value.ring, [place], [inputs[value.input]], slot_of)
     return rings
 
 
@@ -320,6 +331,8 @@ def run_layers(
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
+        if rings is not None:
+            rings = write_shared_stash(rings, run, r, [*x, *popped], stage.slot)
 
         def layer(
             i: jax.Array | int,

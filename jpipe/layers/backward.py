@@ -34,8 +34,10 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from jpipe.layers.avals import abstract, is_inexact
-from jpipe.layers.equations import Equations, variables
+from jpipe.layers.equations import Equations, contains, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
 from jpipe.layers.products import GradientForms, ProductForm, with_products
@@ -49,6 +51,35 @@ from jpipe.layers.vjp import (
     trace_backward,
     trace_forward,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class StashedValue:
+    """A value of the stash of a layer, which other layers may have as well.
+
+    Attributes:
+      input: the position of the input that it is; None: it is none.
+      output: the position of the output that it is; None: it is none.
+    """
+
+    input: int | None = None
+    output: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerValues:
+    """The values of a layer that other layers may have as well.
+
+    Attributes:
+      num_inputs: number of inputs.
+      handed_on: for each output the position of the input that it is; None: it is computed.
+      input_stash, weight_stash: the values in these parts of the stash.
+    """
+
+    num_inputs: int = 0
+    handed_on: tuple[int | None, ...] = ()
+    input_stash: tuple[StashedValue, ...] = ()
+    weight_stash: tuple[StashedValue, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +116,7 @@ class LayerProgram:
       text: the computation as text; layers with equal texts are of one kind.
       rerun: what the backward computes again. If it reads weights, they must be those of its forward.
       made: the programs for a value of `rerun`, made once.
+      values: the inputs that it hands on, and all values of the stash in `input_stash`.
     """
 
     forward: Callable[..., Any]
@@ -113,6 +145,7 @@ class LayerProgram:
     text: str
     rerun: Rerun
     made: Callable[[Rerun], "LayerProgram"]
+    values: LayerValues
 
     def rereading(self, weights: bool) -> "LayerProgram":
         """The programs whose backward may read weights in what it computes again, or may not."""
@@ -137,6 +170,12 @@ class LayerProgram:
         positions = (*self.trained, *(len(self.parameters) + i for i in differentiated))
         depending = self.forward_equations.depending_on(inputs[j] for j in positions)
         return [not depending.isdisjoint(variables([y])) for y in self.forward_equations.outputs[: len(self.outputs)]]
+
+    @property
+    def values_of_table(self) -> LayerValues:
+        """Its `values`, in the parts of the stash."""
+        parts = ([self.values.input_stash[i] for i in part] for part in (self.input_stash, self.weight_stash))
+        return LayerValues(self.values.num_inputs, self.values.handed_on, *map(tuple, parts))
 
     @property
     def frozen(self) -> tuple[int, ...]:
@@ -288,7 +327,7 @@ def _layer_program(
     # Side effects run wherever the forward runs, although no output needs them.
     run_forward = equations.slice(equations.inputs, forward.results, effects=True)
     run_and_stash = equations.slice(equations.inputs, (*forward.results, *stash), effects=True)
-    *_, extra_inputs = arguments.split(equations.inputs)
+    _, layer_inputs, extra_inputs = arguments.split(equations.inputs)
     # Aux alone, such as the new state, does not make outputs or gradients depend on `extra`.
     for_outputs = (*forward.results[:num_outputs], *stash)
     read = run_and_stash.read()
@@ -344,7 +383,19 @@ def _layer_program(
         made=functools.cache(
             functools.partial(_layer_program, arguments, trained, constants, forward, backward, gradients, recomputes)
         ),
+        values=_layer_values(layer_inputs, forward.results[:num_outputs], stash),
     )
+
+
+def _layer_values(inputs: Sequence, outputs: Sequence, stash: Sequence) -> LayerValues:
+    """The values of a layer, from its variables."""
+    input_at = {v: i for i, v in enumerate(inputs)}
+    output_at: dict[Any, int] = {}
+    for i, v in enumerate(outputs):
+        if not isinstance(v, jex.Literal):
+            output_at.setdefault(v, i)
+    handed_on = tuple(input_at[v] if contains(input_at, v) else None for v in outputs)
+    return LayerValues(len(inputs), handed_on, tuple(StashedValue(input_at.get(v), output_at.get(v)) for v in stash))
 
 
 def _text(arguments: Arguments, forward: Forward, backward: Equations, trained: tuple[int, ...]) -> str:

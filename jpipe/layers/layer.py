@@ -10,7 +10,6 @@ from flax import linen, nnx
 
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.layers.avals import is_inexact
 
 
 @suggests
@@ -358,12 +357,6 @@ def run_in_order(layers: Sequence[Layer], inputs: Any, call: Callable[[int, tupl
 def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
     """Raises `ValueError` if a leaf has a dtype that parameters, or mutable state, cannot have."""
     layer = f"layer {index} ({name})"
-    for path, leaf in jax.tree.leaves_with_path(parameters):
-        if not is_inexact(leaf):
-            raise ValueError(
-                f"{layer}: parameter {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which has "
-                "no gradient. Make it a constant of the layer, or a floating-point parameter."
-            )
     for role, tree in (("parameter", parameters), ("mutable state", state)):
         for path, leaf in jax.tree.leaves_with_path(tree):
             if 0 in leaf.shape:

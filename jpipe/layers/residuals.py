@@ -9,6 +9,7 @@ The stash is the set of values that takes the least time, together with the equa
 residuals from it in the backward. Time is counted in bytes that are written or read in that time:
 
     a value in the stash              2 x its bytes, written once and read once
+    an input that is handed on        its bytes, for the layers of a stage write it once
     an elementwise equation           0, XLA fuses it with the operations that read its result
     a product of activations          its FLOPs / the FLOPs per byte of the platform, and the bytes of its result
     a copy (slice, concatenate, ...)  the bytes of its result
@@ -35,7 +36,7 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jpipe.layers.avals import num_bytes
@@ -146,6 +147,7 @@ class Residuals:
                 varying,
                 wanted,
                 rerun=rerun,
+                handed_on={*variables(forward.results[: len(forward.outputs)])}.intersection(equations.inputs),
             ),
             inputs=inputs,
             source=dict(zip(inputs, forward.residuals)),
@@ -210,6 +212,7 @@ def cheapest_stash(
     varying: set,
     residuals: Iterable,
     rerun: Rerun,
+    handed_on: Collection = (),
 ) -> list:
     """The variables from which `residuals` follow in the least time, that of the stash included.
 
@@ -222,6 +225,7 @@ def cheapest_stash(
       varying: the variables that depend on more than these.
       residuals: variables in `varying`.
       rerun: what may run again, and how long it takes.
+      handed_on: the inputs that are results as well. The layers of a stage share their place in the stash.
 
     Returns:
       The variables in the order in which the forward computes them.
@@ -254,7 +258,8 @@ def cheapest_stash(
         for v in results:
             network.connect(i, (v, "in"))
     for v in order:
-        network.connect((v, "in"), (v, "out"), 2 * num_bytes([v.aval]))
+        accesses = 1 if v in handed_on else 2
+        network.connect((v, "in"), (v, "out"), accesses * num_bytes([v.aval]))
     for v in dict.fromkeys(residuals):
         network.connect((v, "out"), SINK)
     after = network.sink_side()

@@ -12,6 +12,7 @@ from flax.nnx import filterlib
 
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.flax_nnx import as_parameters
 from jpipe.layers.layer import Layer
 from jpipe.layers.model_tree import Turn, is_whole
@@ -71,12 +72,21 @@ class Trainable:
         Raises:
           ValueError: if the choice says nothing of a parameter, or a filter fails.
         """
+        leaves = jax.tree.leaves(layer.parameters)
+        if self is ALL:
+            trained = [True] * len(leaves)
+        else:
+            values = jax.tree.leaves(layer.variables, is_leaf=_is_variable) or leaves
+            trained = [self._trains(*path, value) for path, value in zip(_paths([layer], index), values, strict=True)]
+        for (_, path), is_trained, leaf in zip(_paths([layer], index), trained, leaves, strict=True):
+            if is_trained and not is_inexact(leaf):
+                raise ValueError(
+                    f"layer {index} ({layer.name}): parameter {_text(path)} has dtype {leaf.dtype}, which has no "
+                    "gradient. Freeze it with `trainable`, make it a constant of the layer, or a floating-point "
+                    "parameter."
+                )
         if self is ALL:
             return layer
-        values = jax.tree.leaves(layer.variables, is_leaf=_is_variable)
-        paths = _paths([layer], index)
-        values = values or jax.tree.leaves(layer.parameters)
-        trained = [self._trains(*path, value) for path, value in zip(paths, values, strict=True)]
         return dataclasses.replace(layer, frozen=tuple(j for j, is_trained in enumerate(trained) if not is_trained))
 
     def _trains(self, path: Path, path_in_layer: Path, value: Any) -> bool:

@@ -5,7 +5,7 @@ Letters: K slots of a ring, N microbatches, m a microbatch.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,9 @@ import numpy as np
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
 from jpipe.memory._block import Block
 from jpipe.memory._builder import Builder
+from jpipe.packing import Place
 from jpipe.schedule import IDLE
+from jpipe.stages.cut import LayerRun
 
 STASH_WORDS = {
     "input_stash": "input stash",
@@ -73,11 +75,11 @@ def _stashes(builder: Builder, ring: str) -> list[Block]:
     blocks = []
     for c in builder.columns:
         s = int(schedule.stage[c])
-        parts: list[tuple[int | None, Any]] = [(layer, getattr(run, ring)) for layer, run, _ in stages.layer_runs(s)]
         program = stages.programs[stages.program_of_stage[s]]
+        parts = _parts(ring, stages.layer_runs(s))
         if ring == "input_stash" and s == stages.num_stages - 1:
-            parts.append((None, program.loss_stash))
-        for m, (layer, places) in itertools.product(range(schedule.num_microbatches), parts):
+            parts.append((None, None, list(program.loss_stash)))
+        for m, (layer, last_layer, places) in itertools.product(range(schedule.num_microbatches), parts):
             if forward[m, c] == IDLE:
                 continue
             size = builder.layout.leaf_bytes(places, pack.arrays)
@@ -98,7 +100,7 @@ def _stashes(builder: Builder, ring: str) -> list[Block]:
                 )
             reads = [read]
             if ring != "input_stash" and split:
-                reads = [builder.in_layer("weight_grad", c, last[m, c], layer)]
+                reads = [builder.in_layer("weight_grad", c, last[m, c], last_layer)]
                 if ring == "weight_stash":
                     reads.append(read)
             lives = [(written, max(reads))]
@@ -120,10 +122,23 @@ def _stashes(builder: Builder, ring: str) -> list[Block]:
                         freed,
                         [a for a in accesses if first <= a[0] <= freed],
                         stage=s,
-                        layers=None if layer is None else (layer, layer + 1),
+                        layers=None if layer is None or last_layer is None else (layer, last_layer + 1),
                     )
                 )
     return blocks
+
+
+def _parts(ring: str, layer_runs: Sequence[tuple[int, LayerRun, int]]) -> list[tuple[int | None, int | None, list]]:
+    """The first and the last layer of values of a ring, and the places of the values."""
+    shared = {getattr(run, ring)[v.position] for _, run, _ in layer_runs for v in run.shared if v.ring == ring}
+    parts: list[tuple[int | None, int | None, list]] = []
+    readers: dict[Place, list[int]] = {}
+    for layer, run, _ in layer_runs:
+        places = getattr(run, ring)
+        parts.append((layer, layer, [place for place in places if place not in shared]))
+        for place in shared.intersection(places):
+            readers.setdefault(place, []).append(layer)
+    return parts + [(layers[0], layers[-1], [place]) for place, layers in readers.items()]
 
 
 def _staged(builder: Builder, ring: str, num_bytes: int) -> list[Block]:

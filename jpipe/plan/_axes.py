@@ -104,6 +104,7 @@ class _Split:
             local = parts(rerun.stash, kept_specs.stash[0], group.shape)
             for name in ("input_stash", "weight_stash"):
                 stashes[prefix + name] = tuple(local[i] for i in getattr(rerun, name))
+            stashes[f"{prefix}values"] = rerun.values_of_table
             if rerun is program:
                 stashes["split_residuals"] = parts(rerun.split_residuals, kept_specs.split_residuals[0], group.shape)
         return cls(
@@ -124,6 +125,7 @@ class _Split:
             rerun = loss.rereading(rereads)
             for name in ("input_stash", "weight_stash"):
                 stashes[prefix + name] = tuple(part(a, values.spec(a.shape), sizes) for a in rerun.stashed(name))
+            stashes[f"{prefix}values"] = rerun.values_of_table
         return cls(values, _share(loss.inputs, values), (), (), stashes, ())
 
     def of_layer(self, layer: LayerProfile) -> LayerProfile:

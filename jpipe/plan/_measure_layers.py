@@ -171,7 +171,7 @@ class _Subject:
             "split_residuals": kind.split_residuals,
         }
         self.packs = {n: Packing.of([[*map(Leaf, avals)]]) for n, avals in leaves.items()}
-        places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
+        places: dict[str, Any] = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
         sums = tuple(
             PlacedSum(AS_PARAMETERS.plain(Leaf(kind.parameters[j])), (places["gradients"][n],))
             for n, j in enumerate(kind.trained)

@@ -30,9 +30,10 @@ from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.cut import check_boundaries, with_device_dim
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
-from jpipe.stages.groups import devices_of_use, group, pack_weights
+from jpipe.stages.groups import Signature, devices_of_use, group, pack_weights
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.offload import NO_OFFLOAD, HostMoves, Offload
+from jpipe.stages.shared_stash import SharedStashes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -352,8 +353,11 @@ def _state_layout(
       stash_slots: the most microbatches of which a device keeps a stash; None: all.
     """
     layers = profile.layers
-    kinds = [(layer.kind, layer.stash, layer.pop) for layer in layers]
+    kinds = [Signature(layer.kind, layer.stash, layer.pop) for layer in layers]
     groups, layer_of_kind = group(kinds, starts), dict(zip(kinds, layers))
+
+    num_leaves = {name: len(skip) for layer in layers for name, skip in zip(layer.stash, layer.skips, strict=True)}
+    shared = SharedStashes(groups, lambda kind: layer_of_kind[kind].values, num_leaves)
 
     def leaves(name: str, kind: Any) -> list[Leaf]:
         leaves_of_kind = [*map(Leaf, layer_of_kind[kind].avals(name))]
@@ -368,6 +372,7 @@ def _state_layout(
             functools.partial(leaves, name),
             last=[*map(Leaf, loss)],
             devices=devices_of_use(name, schedule.copies),
+            arranged=functools.partial(shared.written, name),
             tight=name in ("gradients", "optimizer_state"),
         )
 

@@ -17,6 +17,7 @@ import jax
 
 from jpipe._util.foreign import read_json, shown
 from jpipe.layers.avals import num_bytes
+from jpipe.layers.backward import LayerValues
 from jpipe.plan._exchanges import Axis, Exchange
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
@@ -24,7 +25,7 @@ from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
 from jpipe.stages.extra_args import rereads_weights
 
-_FORMAT = "jpipe profile 5"
+_FORMAT = "jpipe profile 6"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +64,7 @@ class LayerProfile:
       pop: names of the skips that end here.
       frozen: the weights that are not trained.
       exchanges: what a device sends to the others that share the layer, see `Profile.axes`.
+      values, full_values: the values that other layers may have as well, of the two stashes and of the full ones.
       reads_moved_state: whether its training reads mutable state that the same call moves, so that nothing can run the
         call again.
     """
@@ -92,6 +94,8 @@ class LayerProfile:
     pop: tuple[str, ...]
     frozen: tuple[jax.ShapeDtypeStruct, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    values: LayerValues = LayerValues()
+    full_values: LayerValues = LayerValues()
     reads_moved_state: bool = False
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -105,17 +109,21 @@ class LayerProfile:
           rereads_weights: whether its backwards compute again from weights.
           splits_backward: whether it splits backwards. If not, all of the stash is read at one time.
         """
-        for_inputs, for_weights = self.full_input_stash, self.full_weight_stash
+        for_inputs, for_weights, values = self.full_input_stash, self.full_weight_stash, self.full_values
         if rereads_weights:
-            for_inputs, for_weights = self.input_stash, self.weight_stash
+            for_inputs, for_weights, values = self.input_stash, self.weight_stash, self.values
         if not splits_backward:
             for_inputs, for_weights = (*for_inputs, *for_weights), ()
+            all_values = (*values.input_stash, *values.weight_stash)
+            values = dataclasses.replace(values, input_stash=all_values, weight_stash=())
         return dataclasses.replace(
             self,
             input_stash=for_inputs,
             weight_stash=for_weights,
             full_input_stash=for_inputs,
             full_weight_stash=for_weights,
+            values=values,
+            full_values=values,
         )
 
     @property

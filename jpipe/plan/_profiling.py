@@ -183,6 +183,8 @@ def _record(
         weight_stash=small.stashed("weight_stash"),
         full_input_stash=full.stashed("input_stash"),
         full_weight_stash=full.stashed("weight_stash"),
+        values=small.values_of_table,
+        full_values=full.values_of_table,
         split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,

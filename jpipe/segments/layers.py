@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jpipe._util.warn import warn
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.layer import Layer, LayerOptions
 from jpipe.layers.model_tree import Path, Turn, path_text
@@ -132,7 +133,15 @@ def _too_few(
 
 def steps_of_model(model: Layer, args: tuple, tracing: Tracing, loss: ModelLoss | None = None) -> StepGraph:
     """The steps of a model in training, which a solver places; for the arguments see `layers_of_model`."""
-    return StepGraph(_traces(model, args, tracing, loss)[0].flow)
+    flow = _traces(model, args, tracing, loss)[0].flow
+    marks = ForcedPlaces(()).places(flow, ())
+    if marks:
+        warn(
+            f"the model marks {len(marks)} ends of stages by `jpipe.stage_end`, and they do not count: with "
+            '`boundaries="placement"` a solver chooses the stage of each product. Give other `boundaries` for stages '
+            "that end at the marks."
+        )
+    return StepGraph(flow)
 
 
 def _traces(

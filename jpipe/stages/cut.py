@@ -38,10 +38,11 @@ from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing, Place
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.groups import Groups, devices_of_use, group, pack_weights
+from jpipe.stages.groups import Groups, Signature, devices_of_use, group, pack_weights
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
+from jpipe.stages.shared_stash import SharedStashes, SharedValue
 from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary, VocabularyLayer
 
 
@@ -61,6 +62,7 @@ class LayerRun:
       input_stash: places of the stashed values that only the input gradient reads.
       weight_stash: places of the stashed values that the weight gradient reads.
       split_residuals: places of the values that the input gradient computes and the weight gradient reads.
+      shared: the values of the stash that are in one place for all layers of the run.
     """
 
     kind: int
@@ -74,6 +76,7 @@ class LayerRun:
     input_stash: tuple = ()
     weight_stash: tuple = ()
     split_residuals: tuple = ()
+    shared: tuple[SharedValue, ...] = ()
 
     @property
     def gradient_places(self) -> list[Place]:
@@ -325,7 +328,7 @@ def cut(
     layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
-    signature_of_layer = [_Signature(k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)]
+    signature_of_layer = [Signature(k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)]
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
@@ -334,7 +337,7 @@ def cut(
     weights_on_host = _on_host(traced, inner, offload.weights)
     vectors = _FEW if target.few_arrays else Vectors()
 
-    def leaves_of(name: str, signature: _Signature) -> list[Leaf]:
+    def leaves_of(name: str, signature: Signature) -> list[Leaf]:
         leaves, k = _leaves(traced, name, signature.kind), signature.kind
         if name == "statistics":
             leaves = [with_device_dim(leaf, devices) for leaf in leaves]
@@ -346,6 +349,8 @@ def cut(
     versions = num_versions or [1] * num_stages
     options: dict[str, Any] = dict(tight=True, occupancy=vectors.weights)
     packings = {"parameters": pack_weights(groups, weights[0], weights[1], devices, versions, hooked=hooked, **options)}
+    num_leaves = {name: len(leaves) for name, (_, _, leaves) in traced.skips.items()}
+    shared = SharedStashes(groups, lambda signature: traced.layer_kinds[signature.kind].values_of_table, num_leaves)
     for name in _LEAVES_OF:
         if name in _NUMBERS_OF:
             continue
@@ -356,6 +361,7 @@ def cut(
             functools.partial(leaves_of, name),
             last=[traced.of_microbatch(a) for a in loss],
             devices=devices_of_use(name, devices),
+            arranged=functools.partial(shared.written, name),
             occupancy=vectors.weights if name in ("state", "statistics") else vectors.stashes,
         )
     if trained is not None:
@@ -371,7 +377,7 @@ def cut(
         for k, kind in enumerate(traced.layer_kinds)
     ]
     packings |= _pack_sums(groups, sums, devices, vectors)
-    programs = [_stage_program(traced, groups, packings, sums, p) for p in range(len(groups.signatures))]
+    programs = [_stage_program(traced, groups, packings, sums, shared, p) for p in range(len(groups.signatures))]
     units = [unit.packing for unit in vocabulary_layers.units]
     packings["parameters"] = packings["parameters"].beside(units)
     packings["accumulators"] = packings["accumulators"].beside(map(gradient_sums.packing_of, units))
@@ -422,20 +428,6 @@ def check_inner(starts: Sequence[int], inner: range) -> None:
                 f"stage {s} would hold layer {start} alone, which is split over all stages. Choose `boundaries` within "
                 f"{inner.start + 1}..{inner.stop - 1}, got {list(starts[1:-1])}."
             )
-
-
-class _Signature(NamedTuple):
-    """The facts that the layers of a run share.
-
-    Attributes:
-      kind: position in `Stages.layer_kinds`.
-      stash: names of the skips that start there.
-      pop: names of the skips that end there.
-    """
-
-    kind: int
-    stash: tuple[str, ...]
-    pop: tuple[str, ...]
 
 
 # Use of weights -> the positions among the parameters of a layer.
@@ -583,7 +575,7 @@ def _pack_sums(
 ) -> dict[str, Packing]:
     """Packs the leaves of the sums of gradients. Factors are all in pools."""
 
-    def leaves_of(group: str) -> Callable[[_Signature], list[Leaf]]:
+    def leaves_of(group: str) -> Callable[[Signature], list[Leaf]]:
         return lambda signature: [
             leaf for gradient_sum in sums[signature.kind] if gradient_sum.group == group for leaf in gradient_sum.leaves
         ]
@@ -599,11 +591,16 @@ def _stage_program(
     groups: Groups,
     packings: dict[str, Packing],
     sums: Sequence[Sequence[GradientSum]],
+    shared: SharedStashes,
     p: int,
 ) -> StageProgram:
     """Builds program number p, with the places of its leaves."""
     places = {name: iter(packing.places[p]) for name, packing in packings.items()}
     kinds = [traced.layer_kinds[signature.kind] for signature in groups.signatures[p]]
+    stash_places = {
+        ring: iter(shared.places(ring, p, [len(kind.stashed(ring)) for kind in kinds], places[ring]))
+        for ring in ("input_stash", "weight_stash")
+    }
     # The frozen weights of all runs come after the trained ones.
     num_trained = sum(len(kind.trained) for kind in kinds)
     places["frozen"] = itertools.islice(packings["parameters"].places[p], num_trained, None)
@@ -612,12 +609,14 @@ def _stage_program(
         return tuple((name, traced.skips[name][2]) for name in names)
 
     runs = []
-    for signature, longest in zip(groups.signatures[p], groups.longest[p]):
+    for r, (signature, longest) in enumerate(zip(groups.signatures[p], groups.longest[p])):
         k = signature.kind
         run_places: dict[str, tuple] = {
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
             for name, leaves_of in _LEAVES_OF.items()
+            if name not in stash_places
         }
+        run_places |= {ring: next(of_runs) for ring, of_runs in stash_places.items()}
         weight_places = {
             j: place
             for use, numbers in _NUMBERS_OF.items()
@@ -630,6 +629,6 @@ def _stage_program(
             for gradient_sum in sums[k]
         )
         stash, pop = skips(signature.stash), skips(signature.pop)
-        runs.append(LayerRun(k, longest, stash, pop, **run_places))
+        runs.append(LayerRun(k, longest, stash, pop, **run_places, shared=shared.values[p][r]))
     # The loss's stash comes after those of the layers.
     return StageProgram(tuple(runs), groups.stages_of[p], tuple(places["input_stash"]))

@@ -12,6 +12,20 @@ from typing import Any, NamedTuple
 from jpipe.packing import Leaf, Packing
 
 
+class Signature(NamedTuple):
+    """The facts that the layers of a run share.
+
+    Attributes:
+      kind: the number of their kind.
+      stash: names of the skips that start there.
+      pop: names of the skips that end there.
+    """
+
+    kind: int
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+
+
 class Groups(NamedTuple):
     """Stages grouped by the kinds of their layers; equal lists of kinds share a program.
 
@@ -36,6 +50,7 @@ class Groups(NamedTuple):
         *uses: Callable[[Any], Iterable[Leaf]],
         last: Sequence[Leaf] = (),
         devices: Sequence[Sequence[int]] | None = None,
+        arranged: Callable[[int, int, list[Leaf]], list[Leaf]] | None = None,
         **options: Any,
     ) -> Packing:
         """Packs the leaves that layers have for some uses, such as their parameters.
@@ -44,20 +59,19 @@ class Groups(NamedTuple):
           *uses: kind -> leaves of one layer. Those of the first use come first.
           last: further leaves of the last stage.
           devices: see `devices_of_owners`. For arrays with rows for the stages that use them.
+          arranged: number of a program, number of a run in it, and leaves of the run's layers -> the leaves that the
+            run has; None: these.
           **options: `occupancy` and `tight` of `Packing.of`.
 
         Returns:
           A packing with one owner per program.
         """
-        owners = [
-            [
-                leaf._replace(count=n)
-                for leaves_of in uses
-                for kind, n in zip(signature, longest, strict=True)
-                for leaf in leaves_of(kind)
-            ]
-            for signature, longest in zip(self.signatures, self.longest, strict=True)
-        ]
+        owners: list[list[Leaf]] = [[] for _ in self.signatures]
+        for p, (owner, signature, longest) in enumerate(zip(owners, self.signatures, self.longest, strict=True)):
+            for leaves_of in uses:
+                for r, (kind, n) in enumerate(zip(signature, longest, strict=True)):
+                    leaves = [leaf._replace(count=n) for leaf in leaves_of(kind)]
+                    owner += leaves if arranged is None else arranged(p, r, leaves)
         owners[self.program_of_stage[-1]] += last
         owner_devices = devices_of_owners(self.program_of_stage, devices)
         return Packing.of(owners, devices=owner_devices, **options)

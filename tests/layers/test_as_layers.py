@@ -273,7 +273,7 @@ WRONG = {
     "integer parameters": (
         [jpipe.InitApply(lambda key, x: {"n": jnp.arange(2)}, lambda p, x: x)],
         {},
-        r"layer 0 \(InitApply\): parameter \['n'\] has dtype int32, which has no gradient",
+        r"layer 0 \(InitApply\): parameter 'n' has dtype int32, which has no gradient",
     ),
 }
 

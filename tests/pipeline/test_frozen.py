@@ -650,3 +650,44 @@ def test_filters(trainable, want):
     }
     chosen = {path for path, is_trained in paths.items() if is_trained}
     assert chosen == (set(paths) if want is None else want)
+
+
+class Quantized(nnx.Module):
+    """`tanh(x (scale * kernel) + x a b)`, with a kernel of int8."""
+
+    def __init__(self, *, rngs):
+        key = rngs.params
+        self.kernel = nnx.Param(jax.random.randint(key(), (DIM, DIM), -127, 128, jnp.int8))
+        self.scale = nnx.Param(jnp.full(DIM, 0.01))
+        self.a, self.b = (nnx.LoRAParam(jax.random.normal(key(), shape) / 3) for shape in ((DIM, 2), (2, DIM)))
+
+    def __call__(self, x):
+        return jnp.tanh(x @ (self.kernel[...] * self.scale[...][None]) + x @ self.a[...] @ self.b[...])
+
+
+@pytest.mark.parametrize(
+    "schedule, axes",
+    [
+        ("one_f_one_b", {}),
+        pytest.param("zero_bubble_h1", {"fsdp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("gpipe", {"data": 2}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_integers_may_be_frozen(schedule, axes, tmp_path):
+    module, adam = nnx.Sequential(*[Quantized(rngs=nnx.Rngs(i)) for i in range(4)]), optax.adamw(1e-2, eps=1e-3)
+    options = {"loss": loss, "optimizer": adam, "schedule": schedule_named(schedule, 2, N)}
+    data = batches(replicas=axes.get("data", 1))
+    with pytest.raises(ValueError, match=r"parameter 'layers.0.kernel' has dtype int8.*Freeze it with `trainable`"):
+        jpipe.Pipeline(module, **options).init(KEY, data[0])
+    mesh = jpipe.make_mesh(stage=2, **axes)
+    pipe = jpipe.Pipeline(module, trainable=nnx.LoRAParam, mesh=mesh, **options)
+    losses, _, after, state = trained(pipe, data)
+    want_losses, want = nnx_plain(module, nnx.LoRAParam, data, adam)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    assert_close(after, want, "float32")
+    assert after["layers"][0]["kernel"].dtype == np.int8
+    with jpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(pipe, data[0]).state
+    assert_close(pipe.get_params(restored), after, "float32")
