@@ -39,6 +39,7 @@ __all__ = [
     "SplitLogits",
     "VocabularyError",
     "argmax",
+    "chunked_cross_entropy",
     "cross_entropy",
     "logits",
     "lookup",
@@ -308,6 +309,121 @@ def _picked(values: jax.Array, number: jax.Array) -> jax.Array:
     """
     numbers = lax.broadcasted_iota(number.dtype, values.shape, values.ndim - 1)
     return jnp.where(numbers == number[..., None], values, 0).sum(axis=-1)
+
+
+# -- Logits that are never whole
+
+
+def chunked_cross_entropy(x: jax.Array, table: jax.Array, labels: jax.Array, *, chunk: int | None = None) -> jax.Array:
+    """`cross_entropy(logits(x, table), labels)`, where the logits of all positions would be too large.
+
+    The logits of some positions are computed at a time, and once more in the backward. They are in float32 at least,
+    as the sum over positions of the gradient of `table` is. A model that calls it returns its loss.
+
+    Args:
+      x: `[..., T, D]`, the inputs of the head.
+      table: `[V, D]`, such as the matrix of an embedding.
+      labels: integers `[..., T]`, from 0 to V - 1. A position with a negative label has loss 0 and no gradient.
+      chunk: the number of positions whose logits are computed at a time. None: their logits are about as many numbers
+        as `x` has.
+
+    Returns:
+      float32 or wider `[..., T]`, in nats.
+
+    Raises:
+      ValueError: if shapes do not fit, `labels` are no integers, or `chunk` is less than 1.
+      VocabularyError: if the rows of `table` are split over stages.
+
+    References:
+      Hsu et al., "Liger Kernel", arXiv:2410.10989, section 3.2 (chunks of the inputs, and how many).
+
+    Example:
+      >>> x, table = jnp.ones((5, 2)), jnp.ones((4, 2))
+      >>> float(chunked_cross_entropy(x, table, jnp.arange(5) % 4, chunk=2)[4] - jnp.log(4))
+      0.0
+    """
+    if _splitting(table, "chunked_cross_entropy") is not None:
+        raise VocabularyError(
+            "`jpipe.vocabulary.chunked_cross_entropy` takes a whole matrix, and the rows of `table` are split over all "
+            'stages. Leave "stage" out of its axes, or use `logits` and `cross_entropy`, which take parts.'
+        )
+    if x.ndim < 2 or x.shape[-1] != table.shape[1] or labels.shape != x.shape[:-1]:
+        raise ValueError(
+            "`jpipe.vocabulary.chunked_cross_entropy` takes `x` [..., T, D], `table` [V, D] and `labels` [..., T], got "
+            f"shapes {x.shape}, {table.shape} and {labels.shape}."
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"`labels` must be integers, the numbers of tokens, got dtype {labels.dtype}.")
+    num_positions, (num_tokens, dim) = labels.shape[-1], table.shape
+    if chunk is None:
+        chunk = -(-num_positions // -(-num_tokens // dim))
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"`chunk` must be an integer of at least 1, a number of positions, got {chunk!r}.")
+    return _chunked(x, table, labels, min(chunk, num_positions))
+
+
+def _for_each_chunk(num_positions: int, chunk: int, body: Callable[[Any, int, Any], Any], state: Any) -> Any:
+    """`state = body(first position, number of positions, state)` for each chunk. The last one may be shorter."""
+    whole = num_positions // chunk
+    state, _ = lax.scan(lambda state, i: (body(i * chunk, chunk, state), None), state, jnp.arange(whole))
+    left = num_positions - whole * chunk
+    return body(whole * chunk, left, state) if left else state
+
+
+def _chunk_logits(x: jax.Array, table: jax.Array) -> jax.Array:
+    """`[..., V]`, in float32 at least."""
+    dtype = jnp.promote_types(jnp.result_type(x, table), jnp.float32)
+    return lax.dot_general(x, table, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(x: jax.Array, table: jax.Array, labels: jax.Array, chunk: int) -> jax.Array:
+    return _chunked_forward(x, table, labels, chunk)[0]
+
+
+def _chunked_forward(x: jax.Array, table: jax.Array, labels: jax.Array, chunk: int) -> tuple[jax.Array, tuple]:
+    axis = labels.ndim - 1
+
+    def body(first: Any, number: int, state: tuple) -> tuple:
+        values = _chunk_logits(lax.dynamic_slice_in_dim(x, first, number, axis), table)
+        chosen = lax.dynamic_slice_in_dim(labels, first, number, axis)
+        log_sum = jax.nn.logsumexp(values, axis=-1)
+        losses = jnp.where(chosen < 0, 0, log_sum - _picked(values, chosen))
+        return tuple(
+            lax.dynamic_update_slice_in_dim(a, b, first, axis) for a, b in zip(state, (losses, log_sum), strict=True)
+        )
+
+    empty = jnp.zeros(labels.shape, jax.eval_shape(_chunk_logits, x, table).dtype)
+    losses, log_sums = _for_each_chunk(labels.shape[-1], chunk, body, (empty, empty))
+    return losses, (x, table, labels, log_sums)
+
+
+def _chunked_backward(chunk: int, residuals: tuple, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x, table, labels, log_sums = residuals
+    axis = labels.ndim - 1
+
+    def body(first: Any, number: int, state: tuple) -> tuple:
+        x_gradient, table_gradient = state
+        inputs, chosen, log_sum, g = (
+            lax.dynamic_slice_in_dim(a, first, number, axis) for a in (x, labels, log_sums, gradient)
+        )
+        probabilities = jnp.exp(_chunk_logits(inputs, table) - log_sum[..., None])
+        is_label = lax.broadcasted_iota(labels.dtype, probabilities.shape, axis + 1) == chosen[..., None]
+        g = jnp.where(chosen < 0, 0, g)
+        by_logits = ((probabilities - is_label) * g[..., None]).astype(x.dtype)
+        over = tuple(range(axis + 1))
+        added = lax.dot_general(
+            by_logits, inputs, ((over, over), ((), ())), preferred_element_type=table_gradient.dtype
+        )
+        by_inputs = (by_logits @ table).astype(x.dtype)
+        return lax.dynamic_update_slice_in_dim(x_gradient, by_inputs, first, axis), table_gradient + added
+
+    empty = jnp.zeros_like(x), jnp.zeros(table.shape, log_sums.dtype)
+    x_gradient, table_gradient = _for_each_chunk(labels.shape[-1], chunk, body, empty)
+    return x_gradient, table_gradient.astype(table.dtype), None
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def argmax(logits: Any) -> jax.Array:

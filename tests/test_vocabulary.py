@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+import jpipe
 from jpipe import vocabulary
 
 V, D = 11, 5
@@ -116,3 +118,113 @@ def test_labels_are_not_looked_up_where_the_compiler_splits_logits():
     want = jax.value_and_grad(loss)(logits)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+# -- Logits that are never whole
+
+
+def numbers(*shape, dtype=np.float64):
+    return jnp.asarray(RNG.normal(size=shape), dtype)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3, 100])
+@pytest.mark.parametrize("shape", [(7,), (3, 6), (2, 2, 5)])
+def test_chunks_equal_the_whole(shape, chunk):
+    with jax.enable_x64(True):
+        x, table, weights = numbers(*shape, D), numbers(V, D), numbers(*shape)
+        labels = jnp.asarray(RNG.integers(-1, V, shape))
+
+        def in_chunks(x, table):
+            return jnp.sum(weights * vocabulary.chunked_cross_entropy(x, table, labels, chunk=chunk))
+
+        def whole(x, table):
+            log_probabilities = jax.nn.log_softmax(x @ table.T)
+            picked = jnp.take_along_axis(log_probabilities, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+            return jnp.sum(weights * jnp.where(labels < 0, 0, -picked))
+
+        got, want = (jax.jit(jax.value_and_grad(f, (0, 1)))(x, table) for f in (in_chunks, whole))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, want)
+
+
+def arrays(jaxpr):
+    """All arrays of a jaxpr, with those of the loops in it."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval for v in eqn.outvars)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr):
+                yield from arrays(getattr(value, "jaxpr", value))
+
+
+def test_logits_are_never_whole_and_sums_are_in_float32():
+    length, num_tokens, dim = 64, 96, 8
+    x, table = numbers(2, length, dim, dtype=jnp.bfloat16), numbers(num_tokens, dim, dtype=jnp.bfloat16)
+    labels = jnp.zeros((2, length), jnp.int32)
+
+    def loss(x, table):
+        return vocabulary.chunked_cross_entropy(x, table, labels).mean()
+
+    avals = [*arrays(jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, table).jaxpr)]
+    # A chunk has 6 of 64 positions: 12 chunks, for 96 / 8 times as many logits as numbers of `x`.
+    assert max(a.size for a in avals) <= 2 * max(6 * num_tokens, length * dim)
+    gradients = jax.grad(loss, (0, 1))(x, table)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16] * 2
+    assert {a.dtype.name for a in avals if a.shape == table.shape} == {"float32", "bfloat16"}
+
+
+class Words(nnx.Module):
+    """A language model that returns its loss."""
+
+    def __init__(self, *, rngs):
+        self.embedding = nnx.Embed(V, D, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(D, D, rngs=rngs) for _ in range(3)])
+
+    def __call__(self, tokens, labels):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + jnp.tanh(block(x))
+        return vocabulary.chunked_cross_entropy(x, self.embedding.embedding[...], labels, chunk=3).mean()
+
+
+@pytest.mark.parametrize("axes", [{}, pytest.param({"model": 2}, marks=pytest.mark.exhaustive)])
+def test_chunks_in_a_pipeline(axes):
+    tokens = RNG.integers(0, V, (4, 9), dtype=np.int32)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    graph, params = nnx.split(Words(rngs=nnx.Rngs(0)))
+
+    def plain_loss(params):
+        model = nnx.merge(graph, params)
+        x = model.embedding(batch["tokens"])
+        for block in model.blocks:
+            x = x + jnp.tanh(block(x))
+        return optax.softmax_cross_entropy_with_integer_labels(model.embedding.attend(x), batch["labels"]).mean()
+
+    table, mesh = jpipe.schedules.one_f_one_b(2, 2), jpipe.make_mesh(stage=2, **axes)
+    pipe = jpipe.Pipeline(Words(rngs=nnx.Rngs(0)), loss=None, optimizer=optax.sgd(1.0), schedule=table, mesh=mesh)
+    state = pipe.init(jax.random.key(0), batch)
+    before = pipe.get_params(state)
+    state, metrics = pipe.step(state, batch)
+    value, gradient = jax.value_and_grad(plain_loss)(params)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    changes = jax.tree.map(np.subtract, before, pipe.get_params(state))
+    for a, b in zip(jax.tree.leaves(changes), jax.tree.leaves(gradient), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"x": (4, D + 1)}, r"takes `x` \[\.\.\., T, D\].*got shapes \(4, 6\), \(11, 5\) and \(4,\)"),
+        ({"labels": (3,)}, r"got shapes \(4, 5\), \(11, 5\) and \(3,\)"),
+        ({"x": (D,), "labels": ()}, "takes `x`"),
+        ({"dtype": jnp.float32}, "`labels` must be integers"),
+        ({"chunk": 0}, "`chunk` must be an integer of at least 1"),
+        ({"chunk": 2.0}, "`chunk` must be an integer of at least 1"),
+    ],
+)
+def test_wrong_arguments_of_chunks(change, message):
+    given = {"x": (4, D), "labels": (4,), "dtype": jnp.int32, "chunk": None} | change
+    labels = jnp.zeros(given["labels"], given["dtype"])
+    with pytest.raises(ValueError, match=message):
+        vocabulary.chunked_cross_entropy(jnp.ones(given["x"]), jnp.ones((V, D)), labels, chunk=given["chunk"])
+    with vocabulary.splitting("stage", 2, {V: 2 * V}), pytest.raises(vocabulary.VocabularyError, match="takes a whole"):
+        vocabulary.chunked_cross_entropy(jnp.ones((4, D)), jnp.ones((V, D)), jnp.zeros(4, int))
