@@ -2,15 +2,16 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jpipe._util.foreign import shown
-from jpipe._util.suggest import suggests
+from jpipe._util.suggest import did_you_mean, suggests
 
 STAGE, DATA, FSDP, EXPERT, CONTEXT, MODEL = "stage", "data", "fsdp", "expert", "context", "model"
 """Names of the axes of a mesh."""
@@ -104,12 +105,14 @@ def make_mesh(
     context: int = 1,
     model: int = 1,
     ring: bool = False,
+    dcn: Mapping[str, int] | None = None,
     devices: Sequence | None = None,
 ) -> Mesh:
     """A mesh for pipelines, with an axis "stage".
 
     On machines with a topology, such as TPU pods, neighbours along an axis are neighbours in the
-    machine.
+    machine. Where devices are in several slices of TPUs, or nodes of GPUs, the stages go across the slow
+    network between these, and all other axes stay inside.
 
     Args:
       stage: number of devices of the pipeline.
@@ -134,13 +137,22 @@ def make_mesh(
         On TPUs only messages between neighbours can overlap with compute. If the chips form a flat
         grid and `stage` is even, each pipeline gets two rows of the grid; gradients between
         replicas then travel further.
+      dcn: axis -> the number of parts into which the network between slices or nodes cuts it, such as
+        `{"stage": 2}` or `{"data": 2}`. Their product is the number of slices. None: the fewest slices that
+        have the devices, as these name them (`slice_index`; of GPUs without it, the processes with several
+        devices each). They cut "stage" into as many parts as divide it, and "data" into the rest. Where
+        devices name no slices, as on CPUs, `dcn` cuts them in order.
       devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
 
     Returns:
       The mesh. It has the axis "stage", and each of the other axes if its size is above 1.
 
     Raises:
-      ValueError: if a size is not a whole number of at least 1, or there are too few devices.
+      ValueError: if a size is not a whole number of at least 1, there are too few devices, or the axes cannot be cut
+        as the slices are.
+
+    References:
+      JAX, `jax.experimental.mesh_utils.create_hybrid_device_mesh`.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = dict(zip(AXES, (data, stage, fsdp, expert, context, model), strict=True))
@@ -160,11 +172,115 @@ def make_mesh(
         asked = ", ".join(f"{name}={shown(size)}" for name, size in axes.items())
         raise ValueError(f"`{asked}` needs {shown(needed)} devices, got {len(devices)} ({platform}). {remedy}")
     shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    across = _across_slices(devices, axes, dcn)
+    if across is not None:
+        return Mesh(across, tuple(axes), axis_types=kinds)
     if ring and needed == data * stage:
         rows = _rings(devices[:needed], data, stage)
         if rows is not None:
             return Mesh(rows.reshape(shape), tuple(axes), axis_types=kinds)
-    return jax.make_mesh(shape, tuple(axes), kinds, devices=devices[:needed])
+    return Mesh(_arranged(shape, devices[:needed]), tuple(axes), axis_types=kinds)
+
+
+def _arranged(shape: Sequence[int], devices: Sequence) -> np.ndarray:
+    """The devices of one slice, with neighbours along an axis side by side; in order if they form no whole block."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError):
+        return np.array(devices, object).reshape(shape)
+
+
+# -- Slices and nodes
+
+
+def _slices(devices: Sequence) -> list[list]:
+    """The devices of each slice of TPUs, or node of GPUs, in the order of their numbers; one list if they name none."""
+    named: list[Any] = [getattr(device, "slice_index", None) for device in devices]
+    if None in named or len(set(named)) == 1:
+        named = [device.process_index for device in devices] if _are_gpus(devices) else [0] * len(devices)
+        if len(set(named)) == len(named):  # a process for each GPU says nothing about nodes
+            named = [0] * len(devices)
+    slices: dict[int, list] = {}
+    for number, device in zip(named, devices, strict=True):
+        slices.setdefault(number, []).append(device)
+    return [slices[number] for number in sorted(slices)]
+
+
+def _are_gpus(devices: Sequence) -> bool:
+    return all(getattr(device, "platform", None) == "gpu" for device in devices)
+
+
+def _across_slices(devices: Sequence, axes: Mapping[str, int], dcn: Mapping[str, int] | None) -> np.ndarray | None:
+    """The devices of a mesh whose axes go across slices; None if one slice is enough.
+
+    Args:
+      devices: the devices to choose from.
+      axes: axis -> number of devices.
+      dcn: see `make_mesh`.
+
+    Raises:
+      ValueError: see `make_mesh`.
+    """
+    needed, slices = math.prod(axes.values()), _slices(devices)
+    if dcn is None and needed <= len(slices[0]):
+        return None
+    parts = _default_parts(axes, slices) if dcn is None else _checked_parts(axes, dcn)
+    number = math.prod(parts.values())
+    if number == 1:
+        return None
+    size = needed // number
+    if len(slices) == 1:
+        slices = [list(devices[i * size : (i + 1) * size]) for i in range(number)]
+    chosen = [part[:size] for part in slices if len(part) >= size][:number]
+    if len(chosen) < number:
+        raise ValueError(
+            f"`dcn` asks for {number} slices of {size} devices, and the devices are in {_sizes_text(slices)}."
+        )
+    inside = [size // parts.get(name, 1) for name, size in axes.items()]
+    blocks = np.empty(number, object)
+    for i, part in enumerate(chosen):
+        blocks[i] = _arranged(inside, part)
+    return np.block(blocks.reshape([parts.get(name, 1) for name in axes]).tolist())
+
+
+def _default_parts(axes: Mapping[str, int], slices: Sequence[Sequence]) -> dict[str, int]:
+    """The parts into which slices cut the axes: the fewest slices with equal numbers of devices, and stages first."""
+    needed, stage, data = math.prod(axes.values()), axes[STAGE], axes.get(DATA, 1)
+    for number in range(2, len(slices) + 1):
+        if needed % number == 0 and sum(len(part) >= needed // number for part in slices) >= number:
+            stage_parts = math.gcd(stage, number)
+            if data % (number // stage_parts) == 0:
+                return {STAGE: stage_parts, DATA: number // stage_parts}
+    asked = ", ".join(f"{name}={shown(size)}" for name, size in axes.items())
+    raise ValueError(
+        f"`{asked}` needs {needed} devices, and the devices are in {_sizes_text(slices)}. Between slices are stages, "
+        "and replicas along `data`, and these cannot be cut into equal parts. Choose `stage` or `data` as a multiple "
+        'of the number of slices, or say which axis goes across, such as `dcn={"fsdp": 2}`.'
+    )
+
+
+def _checked_parts(axes: Mapping[str, int], dcn: Any) -> Mapping[str, int]:
+    """`dcn` of `make_mesh`, after checks."""
+    if not isinstance(dcn, Mapping):
+        raise ValueError(
+            f'`dcn` must be a dict of axes and numbers of slices, such as {{"stage": 2}}, got {shown(dcn)}.'
+        )
+    for name, number in dcn.items():
+        if name not in AXES:
+            raise ValueError(
+                f"`dcn` has the axis {shown(name)}, and the axes are {', '.join(AXES)}.{did_you_mean(name, AXES)}"
+            )
+        size = axes.get(name, 1)
+        if not hasattr(number, "__index__") or number < 1 or size % number:
+            raise ValueError(
+                f"`dcn` cuts {name!r} into {shown(number)} parts, and `{name}={shown(size)}`: the parts must be whole "
+                "numbers of devices."
+            )
+    return dcn
+
+
+def _sizes_text(slices: Sequence[Sequence]) -> str:
+    return f"{len(slices)} slices of {', '.join(str(len(part)) for part in slices)} devices"
 
 
 def _rings(devices: Sequence, number: int, size: int) -> np.ndarray | None:

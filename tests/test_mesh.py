@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.mesh import _rings, on_platform
+from jpipe.mesh import _across_slices, _rings, on_platform
 from jpipe.schedules import (
     gpipe,
     interleaved,
@@ -66,6 +66,87 @@ def test_the_axes_of_a_mesh_are_in_order():
 def test_a_ring_of_devices_without_a_shape_is_a_row():
     mesh = jpipe.make_mesh(stage=4, data=2, ring=True)
     assert mesh == jpipe.make_mesh(stage=4, data=2)
+
+
+def in_slices(*sizes, platform="gpu", **names):
+    """Stand-ins for the devices of slices or nodes; `names` are their attributes with the number of the slice."""
+    devices = []
+    for number, size in enumerate(sizes):
+        for _ in range(size):
+            attributes = {name: number if value is None else value for name, value in names.items()}
+            attributes = {"process_index": len(devices)} | attributes
+            device = types.SimpleNamespace(
+                id=len(devices), platform=platform, device_kind="x", slice=number, **attributes
+            )
+            devices.append(device)
+    return devices
+
+
+NODES = {"process_index": None, "slice_index": 0}
+TWO_SLICES = in_slices(4, 4, platform="cpu", slice_index=None)
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes", "dcn", "want"),
+    [
+        (TWO_SLICES, {"stage": 8}, None, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (TWO_SLICES, {"stage": 2, "fsdp": 4}, None, [[0] * 4, [1] * 4]),
+        (TWO_SLICES, {"data": 2, "stage": 4}, None, [[0, 0, 1, 1]] * 2),
+        (TWO_SLICES, {"data": 2, "stage": 4}, {"data": 2}, [[0] * 4, [1] * 4]),
+        (TWO_SLICES, {"stage": 1, "fsdp": 8}, {"fsdp": 2}, [[0, 0, 0, 0, 1, 1, 1, 1]]),
+        (TWO_SLICES, {"data": 8, "stage": 1}, None, [[0]] * 4 + [[1]] * 4),
+        (in_slices(4, 4, 4, platform="cpu", slice_index=None), {"data": 2, "stage": 3}, None, [[0] * 3, [1] * 3]),
+        (in_slices(4, 2, 4, platform="cpu", slice_index=None), {"stage": 8}, None, [0, 0, 0, 0, 2, 2, 2, 2]),
+        (
+            in_slices(2, 2, 2, 2, **NODES),
+            {"data": 2, "stage": 2, "model": 2},
+            None,
+            [[[0, 0], [1, 1]], [[2, 2], [3, 3]]],
+        ),
+        (in_slices(4, 4, **NODES), {"stage": 2, "fsdp": 4}, None, [[0] * 4, [1] * 4]),
+        (in_slices(8, slice_index=0), {"stage": 2, "fsdp": 4}, {"stage": 2}, [[0] * 4] * 2),  # a process for each GPU
+    ],
+)
+def test_slices(devices, axes, dcn, want):
+    mesh = _across_slices(devices, axes, dcn)
+    assert np.vectorize(lambda device: device.slice)(mesh).tolist() == want
+    assert len({device.id for device in mesh.flat}) == mesh.size
+
+
+@pytest.mark.parametrize(
+    ("devices", "axes", "dcn"),
+    [
+        (TWO_SLICES, {"stage": 4}, None),
+        (in_slices(8, slice_index=0), {"stage": 8}, None),
+        (in_slices(4, 4, platform="cpu", process_index=None), {"stage": 8}, None),
+        (TWO_SLICES, {"stage": 4}, {"stage": 1}),
+    ],
+)
+def test_one_slice(devices, axes, dcn):
+    assert _across_slices(devices, axes, dcn) is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "dcn", "message"),
+    [
+        ({"stage": 5}, None, "`stage=5` needs 5 devices, and the devices are in 2 slices of 4, 4 devices"),
+        ({"stage": 1, "fsdp": 8}, None, "Between slices are stages, and replicas along `data`"),
+        ({"stage": 4}, {"stag": 2}, "`dcn` has the axis 'stag'.*Did you mean 'stage'"),
+        ({"stage": 3}, {"stage": 2}, "`dcn` cuts 'stage' into 2 parts, and `stage=3`"),
+        ({"stage": 4}, {"data": 2}, "`dcn` cuts 'data' into 2 parts, and `data=1`"),
+        ({"stage": 4}, {"stage": 4}, "`dcn` asks for 4 slices of 1 devices, and the devices are in 2 slices"),
+        ({"stage": 4}, 2, "`dcn` must be a dict of axes and numbers of slices"),
+        ({"stage": 4}, {"stage": "2"}, "`dcn` cuts 'stage' into '2' parts"),
+    ],
+)
+def test_wrong_slices(axes, dcn, message):
+    with pytest.raises(ValueError, match=message):
+        _across_slices(TWO_SLICES, axes, dcn)
+
+
+def test_parts_of_devices_that_name_no_slices():
+    mesh = jpipe.make_mesh(stage=4, data=2, dcn={"stage": 2})
+    assert np.vectorize(lambda device: device.id)(mesh.devices).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 def test_which_schedules_go_round():

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 import jpipe
 from jpipe._util.foreign import shown
@@ -272,6 +273,9 @@ class MeshConfig:
     of a logical name are split over, or none. `rules.length=model` splits activations of a
     transformer by positions where "model" splits no matrix (sequence parallelism).
     `rules.vocab=stage` splits the embedding and the head over all stages."""
+    dcn: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The parts into which the network between slices of TPUs, or nodes of GPUs, cuts the axes: `dcn.data=2`.
+    Without an entry, those that the devices name: stages go across."""
 
     def __post_init__(self) -> None:
         for name in self.sizes:
@@ -300,6 +304,10 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis -> number of devices, for `jpipe.make_mesh`."""
         return {name: getattr(self, name) for name in AXES if name != STAGE}
+
+    def make(self, schedule: jpipe.Schedule) -> Mesh:
+        """The mesh for a table."""
+        return jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, dcn=self.dcn or None, **self.sizes)
 
     @contextlib.contextmanager
     def names_rules(self) -> Iterator[None]:

@@ -120,7 +120,7 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
-    mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
+    mesh = config.mesh.make(schedule)
     options = config.options_of_pipeline(mesh)
     with config.mesh.names_rules():
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)

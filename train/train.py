@@ -201,7 +201,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     text = flags.to_text(resolved)
     jpipe.distributed.check_same({"the configuration": text})
     with shared_run_dir(command, until_end) as (run_dir, resumes):
-        mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
+        mesh = config.mesh.make(schedule)
         options = config.options_of_pipeline(mesh)
         batch = own_rows(mesh, batch)
         with config.mesh.names_rules():

@@ -622,6 +622,14 @@ def test_one_device_emulates_many_or_has_the_delays_that_are_given():
     assert given.table().num_devices == 1
 
 
+def test_the_network_between_slices_cuts_axes():
+    config = flags.override(TrainConfig(), {"mesh": {"data": "2", "dcn": {"data": "2"}}})
+    mesh = config.mesh.make(jpipe.schedules.gpipe(4, 4))
+    assert [device.id for device in mesh.devices.flat] == [*range(8)]
+    mesh = flags.override(config, {"mesh": {"dcn": {"stage": "2", "data": "1"}}}).mesh.make(jpipe.schedules.gpipe(4, 4))
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
 def test_rules_come_before_the_usual_ones():
     config = TrainConfig(MLP(), MNIST())
     assert config.mesh.axis_rules() == jpipe.AXIS_RULES
