@@ -623,7 +623,7 @@ def test_one_device_emulates_many_or_has_the_delays_that_are_given():
 
 
 def test_the_network_between_slices_cuts_axes():
-    config = flags.override(TrainConfig(), {"mesh": {"data": "2", "dcn": {"data": "2"}}})
+    config = flags.override(TrainConfig(MLP(), MNIST()), {"mesh": {"data": "2", "dcn": {"data": "2"}}})
     mesh = config.mesh.make(jpipe.schedules.gpipe(4, 4))
     assert [device.id for device in mesh.devices.flat] == [*range(8)]
     mesh = flags.override(config, {"mesh": {"dcn": {"stage": "2", "data": "1"}}}).mesh.make(jpipe.schedules.gpipe(4, 4))
