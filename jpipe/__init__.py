@@ -46,6 +46,7 @@ _MODULE_OF = {
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "add_lora": "jpipe.layers.lora",
+    "merge_lora": "jpipe.layers.lora",
     "WholeBatchLoss": "jpipe.layers.loss",
     "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
@@ -54,6 +55,7 @@ _MODULE_OF = {
     "report_weights": "jpipe.layers.report",
     "save_params": "jpipe.checkpoints",
     "skip": "jpipe.layers.layer",
+    "with_lora": "jpipe.layers.lora",
     "stage_end": "jpipe.segments.forced",
 }
 
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     from jpipe.layers.layer import Linen as Linen
     from jpipe.layers.layer import skip as skip
     from jpipe.layers.lora import add_lora as add_lora
+    from jpipe.layers.lora import merge_lora as merge_lora
+    from jpipe.layers.lora import with_lora as with_lora
     from jpipe.layers.loss import WholeBatchLoss as WholeBatchLoss
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights

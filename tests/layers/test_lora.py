@@ -71,6 +71,58 @@ def test_wrong_arguments(module, rank, where, message):
         jpipe.add_lora(module, rank, where=where, rngs=nnx.Rngs(0))
 
 
+def with_b(params):
+    """Other numbers than 0 in every B."""
+    if not isinstance(params, dict):
+        return params
+    return {key: jnp.ones_like(v) / 3 if key == "lora_b" else with_b(v) for key, v in params.items()}
+
+
+def test_into_weights_and_out_again():
+    def adapted():
+        return jpipe.add_lora(Shared(rngs=nnx.Rngs(1)), 2, rngs=nnx.Rngs(1))
+
+    plain = Shared(rngs=nnx.Rngs(0))
+    weights = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    params = jpipe.with_lora(weights, nnx.eval_shape(adapted), jax.random.key(0))
+    assert "lora" not in weights["first"]
+    model = adapted()
+    nnx.update(model, params)
+    np.testing.assert_array_equal(model(X), plain(X))
+    a, b = (params["first"]["lora"]["lora_a"], params["others"][0]["lora"]["lora_a"])
+    assert (a != b).all() and np.abs(a).max() <= np.sqrt(6 / 3)
+
+    params = with_b(params)
+    nnx.update(model, params)
+    nnx.update(plain, jpipe.merge_lora(params))
+    np.testing.assert_allclose(plain(X), model(X), rtol=1e-5)
+    assert jax.tree.structure(jpipe.merge_lora([params])[0]) == jax.tree.structure(weights)
+
+
+def test_bfloat16_is_rounded_once():
+    values = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(jnp.bfloat16)
+    kernel, a, b = values
+    wide = values.astype(np.float32)
+    got = jpipe.merge_lora({"kernel": kernel, "lora": {"lora_a": a, "lora_b": b}})["kernel"]
+    np.testing.assert_array_equal(got, (wide[0] + wide[1] @ wide[2]).astype(jnp.bfloat16))
+
+
+def test_what_has_no_place():
+    like = nnx.eval_shape(lambda: jpipe.add_lora(Shared(rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(1)))
+    for call, message in (
+        (lambda: jpipe.merge_lora({"kernel": jnp.ones((2, 2))}), 'no layer with "kernel" and "lora"'),
+        (lambda: jpipe.with_lora({"first": {}}, like, jax.random.key(0)), "no layer 'others.0', which has LoRA"),
+        (lambda: jpipe.with_lora({}, nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jax.random.key(0)), "Linear has no LoRA"),
+        (lambda: jpipe.with_lora({}, {}, jax.random.key(0)), "must be an NNX module with LoRA"),
+        (
+            lambda: jpipe.merge_lora({"x": {"kernel": X, "lora": {"lora_a": X, "lora_b": X}}}),
+            r"must have the shape of the kernel, \[4, 3\], in x",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_a_factory_makes_it_on_its_stage():
     def block(rngs):
         return jpipe.add_lora(nnx.Linear(3, 3, rngs=rngs), 2, rngs=rngs)

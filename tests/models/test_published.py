@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,14 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert before.keys() == after.keys()
     for tensor, value in before.items():
         np.testing.assert_array_equal(after[tensor], value)
+
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    given = {"input_ids": torch.tensor(tokens), "attention_mask": torch.ones(tokens.shape, dtype=torch.int64)}
+    written = again.generate(**given, max_new_tokens=3, do_sample=False, eos_token_id=None, use_cache=True)
+    for _ in range(3):
+        tokens = np.append(tokens, np.asarray(model(tokens)[:, -1].argmax(-1))[:, None], axis=1)
+    np.testing.assert_array_equal(written.numpy(), tokens)
 
 
 # -- Plain numpy
