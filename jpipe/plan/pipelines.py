@@ -53,7 +53,7 @@ def profile_pipeline(
     """
     if num_microbatches is not None and (not hasattr(num_microbatches, "__index__") or num_microbatches < 1):
         raise ValueError(f"`num_microbatches` must be a whole number, at least 1, got {shown(num_microbatches)}.")
-    microbatch = settings.microbatch(batch, num_microbatches)
+    microbatch = settings.row_group(batch, num_microbatches)
     key_impl = jax.config.jax_default_prng_impl
     traced = settings.trace(microbatch, key_impl)
     if whole is not None:

@@ -363,7 +363,7 @@ class Program:
     @property
     def minibatch(self) -> Any:
         """The abstract minibatch, with the rows of all processes."""
-        return self.batches.minibatch(self.microbatch)
+        return self.settings.minibatch(self.microbatch)
 
     @contextlib.contextmanager
     def profiled(self, after_step: Callable[[Any], None]) -> Iterator[None]:
@@ -401,7 +401,7 @@ class Program:
     def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array):
         state = self._state_of(arrays)
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        batch = self.batches.cut(batch)
+        batch = self.batches.microbatches(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
         return self._pack_outputs(state, self._metrics(totals))
 
