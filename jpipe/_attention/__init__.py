@@ -237,7 +237,7 @@ def _with_segments(mask: Any, query_segments: Any, key_segments: Any) -> Any:
 def _with_causal(mask: Any, first: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
     """The mask, and that of queries from a position on that see themselves and earlier keys."""
     rows = first + jnp.arange(num_queries, dtype=jnp.int32)
-    causal = (rows[:, None] >= jnp.arange(num_keys, dtype=jnp.int32))[None, None]
+    causal = (rows[:, None] >= jnp.arange(num_keys, dtype=jnp.int32)[None])[None, None]
     return causal if mask is None else mask & causal
 
 

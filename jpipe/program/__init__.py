@@ -35,6 +35,7 @@ from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
 from jpipe.options.settings import Settings, same_shapes
+from jpipe.options.slices import check_states
 from jpipe.program.batches import Batches
 from jpipe.program.fresh import FreshArrays
 from jpipe.program.prediction import Predictor
@@ -80,6 +81,7 @@ class Program:
             settings.numbers.recompute,
             settings.num_replicas,
         )
+        check_states(self.stages, settings.numbers.recompute)
         _check_hooks(settings, traced)
         self.engine = TrainingPass(
             schedule=settings.schedule,
