@@ -50,6 +50,12 @@ class Seen:
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
     may_be_empty: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    def reaches(self, tile: Tile, num_queries: int) -> jax.Array | None:
+        """Bool `[]`, whether any query of a slice may see the keys of a tile; None: the tiles are chosen already."""
+        if self.first is None:
+            return None
+        return self.first + tile.query_position + num_queries > tile.key_position
+
     def of_tile(self, tile: Tile, num_queries: int, num_keys: int) -> jax.Array | None:
         """Bool, of shape `[B, K, G, num_queries, num_keys]` or with 1 for some; None if all are seen."""
         seen = None
