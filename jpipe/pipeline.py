@@ -296,7 +296,12 @@ class Pipeline:
         if model.number is None:
             splits.check_whole_model()
         check_slices(
-            schedule, is_whole_model=model.number is None, loss=loss, splits=splits, communication=communication
+            schedule,
+            is_whole_model=model.number is None,
+            loss=loss,
+            boundaries=boundaries,
+            splits=splits,
+            communication=communication,
         )
         self._settings = Settings(
             model=model,

@@ -12,37 +12,53 @@ from jpipe.packing import axes
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
 
+MEASURED = "layers are measured on whole sequences, which a pipeline without slices can do"
+
 
 def check_slices(
-    schedule: Schedule, *, is_whole_model: bool, loss: Callable | None, splits: Splits, communication: Communication
+    schedule: Schedule,
+    *,
+    is_whole_model: bool,
+    loss: Callable | None,
+    boundaries: Any,
+    splits: Splits,
+    communication: Communication,
 ) -> None:
     """Raises `ValueError` if the arguments of a pipeline do not go with the slices of its schedule.
 
     Args:
       schedule: the table.
       is_whole_model: whether the layers are a whole model.
-      loss, splits, communication: the loss, and the options, of the pipeline.
+      loss, boundaries, splits, communication: the loss, the boundaries and the options of the pipeline.
     """
     if schedule.num_slices == 1:
         return
-    reasons = {
-        "the layers are a whole model, which is cut at the places of one trace of whole sequences. Give a list of "
-        "layers": is_whole_model,
-        "`WholeBatchLoss` takes the rows of a minibatch as they are": isinstance(loss, WholeBatchLoss),
-        "`strategy` splits layers as it has seen them on whole sequences": splits.strategy is not None,
-        "`axis_rules` let all stages run the first and the last layer together, and these would need the place of "
-        'their slice. Leave the axis "stage" out of the rules': any(
-            STAGE in axes((target,)) for _, target in splits.axis_rules
+    runs_together = any(STAGE in axes((target,)) for _, target in splits.axis_rules)
+    reasons = (
+        (
+            is_whole_model,
+            "the layers are a whole model, which is cut by a trace of whole sequences. Give a list of layers",
         ),
-        "`accumulate_gradients` begins a minibatch with its first microbatch, whose backward is not the first here": (
-            communication.accumulate_gradients is not None
+        (isinstance(loss, WholeBatchLoss), "`WholeBatchLoss` takes the rows of a minibatch as they are"),
+        (
+            isinstance(boundaries, str) and boundaries != "flops",
+            f"for `boundaries={shown(boundaries)}` {MEASURED}: take `pipe.partition` of one, or balance by FLOPs",
         ),
-    }
-    for reason, holds in reasons.items():
+        (splits.strategy is not None, "`strategy` splits layers as it has seen them on whole sequences"),
+        (
+            runs_together,
+            "`axis_rules` let all stages run the first and the last layer together, and these would need the place of "
+            'their slice. Leave the axis "stage" out of the rules',
+        ),
+        (
+            communication.accumulate_gradients is not None,
+            "`accumulate_gradients` begins a minibatch with its first microbatch, whose backward is not the first here",
+        ),
+    )
+    for holds, reason in reasons:
         if holds:
-            raise ValueError(
-                f"schedule {shown(schedule.name)} has {schedule.num_slices} slices of a sequence, and {reason}."
-            )
+            start = f"schedule {shown(schedule.name)} has {schedule.num_slices} slices of a sequence"
+            raise ValueError(f"{start}, and {reason}.")
 
 
 def check_states(stages: Stages, recompute: Any) -> None:

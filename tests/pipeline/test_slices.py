@@ -358,6 +358,7 @@ def refuse(words, pipe, batch):
         ({"layers": nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))}, "the layers are a whole model"),
         ({"loss": jpipe.WholeBatchLoss(mean)}, "WholeBatchLoss"),
         ({"axis_rules": [("vocab", "stage")]}, '"stage" out of the rules'),
+        ({"boundaries": "time"}, "for `boundaries='time'` layers are measured on whole sequences"),
         ({"accumulate_gradients": jpipe.compress.StreamingPCA(1)}, "`accumulate_gradients` begins"),
     ],
 )
@@ -365,6 +366,11 @@ def test_what_needs_whole_sequences(changes, words):
     arguments = dict(layers=[KINDS["jpipe"][0]] * 2, loss=mean, optimizer=optax.sgd(1.0), schedule=sliced(2, 4, 2))
     with refused(words):
         jpipe.Pipeline(**arguments | changes)
+
+
+def test_layers_are_measured_on_whole_sequences():
+    with refused("`profile`: layers are measured on whole sequences"):
+        pipeline(("jpipe", "jpipe"), sliced(2, 4, 2)).profile(batch_of())
 
 
 def test_batches_that_cannot_be_cut():
