@@ -47,6 +47,9 @@ _MODULE_OF = {
     "StageRecord": "jpipe.costs",
     "add_lora": "jpipe.layers.lora",
     "merge_lora": "jpipe.layers.lora",
+    "carry": "jpipe._slices",
+    "first_position": "jpipe._slices",
+    "whole_sequence": "jpipe._slices",
     "WholeBatchLoss": "jpipe.layers.loss",
     "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
@@ -74,6 +77,9 @@ if TYPE_CHECKING:
     from jpipe import trace as trace
     from jpipe import vocabulary as vocabulary
     from jpipe._attention import attention as attention
+    from jpipe._slices import carry as carry
+    from jpipe._slices import first_position as first_position
+    from jpipe._slices import whole_sequence as whole_sequence
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
     from jpipe.checkpoints import NameMap as NameMap

@@ -41,6 +41,7 @@ from jpipe.options.host_memory import check_device_memory, check_offload
 from jpipe.options.loss_scale import LossScale
 from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes
+from jpipe.options.slices import check_slices
 from jpipe.options.splits import Splits
 from jpipe.program import Program
 from jpipe.schedule import Schedule
@@ -294,6 +295,14 @@ class Pipeline:
         splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
         if model.number is None:
             splits.check_whole_model()
+        check_slices(
+            schedule,
+            is_whole_model=model.number is None,
+            loss=loss,
+            boundaries=boundaries,
+            splits=splits,
+            communication=communication,
+        )
         self._settings = Settings(
             model=model,
             loss=model.loss(loss, has_aux).with_parts(schedule.num_microbatches * self.mesh.shape.get(DATA, 1)),

@@ -61,6 +61,11 @@ class Reference:
         )
         if isinstance(loss, WholeBatchLoss):
             raise ValueError("`Reference` takes the loss of one microbatch at a time, got a `WholeBatchLoss`.")
+        if schedule.num_slices > 1:
+            raise ValueError(
+                f"`Reference` runs whole sequences, and schedule {schedule.name!r} has {schedule.num_slices} slices of "
+                "each. Compare with `Pipeline.plain_loss`, or with a schedule without slices."
+            )
         self.optimizer = optax.with_extra_args_support(optimizer)
         self.starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
         self.round = 0

@@ -27,6 +27,11 @@ in one of them, forward and backward. Columns of one stage on different devices 
 *copies*: every copy has weights of its own, which are equal after every update, and all
 copies update in the same tick. Columns of one stage on one device share one copy; they are
 the *lanes* in which the device runs several microbatches of the stage in one tick.
+
+A microbatch is a group of rows of the minibatch, or a *slice* of the positions of such a
+group. With k slices microbatch k g + j is slice j of group g. On each stage a slice reads
+what the slices before it have left there, such as the keys and values of attention. So the
+slices of a group go forward in order, and backward in reverse order.
 """
 
 import dataclasses
@@ -70,6 +75,7 @@ class Schedule(Table):
       forward_version: `[T, C]`, the weight version that `forward` reads.
       backward_version: `[T, C]`, the weight version that `backward` reads.
       update: `[T, C]`, the weight version written. It takes effect at the end of the tick.
+      num_slices: k, the slices of a sequence, each a microbatch; k divides N.
       emulates: the schedule that this one stands for, see `jpipe.schedules.emulated`; None: it stands
         for itself. It says which gradients of other stages are known when a stage updates, for
         norms over all stages.
@@ -105,7 +111,9 @@ class Schedule(Table):
         - every stage runs every microbatch forward once and backward once, both in one
           column; every column runs a microbatch and updates once, all columns of a stage in
           the same tick; or the whole table is forward-only;
-        - a column takes its microbatches in order, so every buffer can be a ring;
+        - a column takes its microbatches in order, so every buffer can be a ring; backwards
+          take the slices of a sequence in reverse order;
+        - slices are of a synchronous table with one column for each stage;
         - a forward starts after its input has arrived;
         - a backward starts in the tick of its forward or later, and after the gradient
           of its output has arrived;
@@ -157,6 +165,7 @@ class Schedule(Table):
         forward_version: ArrayLike | None = None,
         backward_version: ArrayLike | None = None,
         emulates: "Schedule | None" = None,
+        num_slices: int = 1,
     ) -> "Schedule":
         """Builds and checks a table from the tick of each operation.
 
@@ -177,6 +186,7 @@ class Schedule(Table):
             `Schedule.forward_versions`. None: the newest at that tick.
           backward_version: `[N, C]`, the same for each backward.
           emulates: the schedule that the table stands for, or None.
+          num_slices: k, see `Schedule`.
 
         Returns:
           The schedule, checked.
@@ -254,7 +264,7 @@ class Schedule(Table):
             cells[field][t, c] = number
             if field in versions:
                 cells[f"{field}_version"][t, c] = version_read[m, c] - k
-        schedule = cls(name, num_microbatches, stage, device, **cells, emulates=emulates).check()
+        schedule = cls(name, num_microbatches, stage, device, **cells, num_slices=num_slices, emulates=emulates).check()
         if synchronous and backward is not None:
             _warn_if_starved(schedule)
         return schedule
@@ -303,6 +313,7 @@ class Schedule(Table):
         return {
             "name": self.name,
             "num_microbatches": self.num_microbatches,
+            **({"num_slices": self.num_slices} if self.num_slices > 1 else {}),
             **{field: lists(getattr(self, field)) for field in ARRAYS},
         }
 
@@ -313,7 +324,8 @@ class Schedule(Table):
         """The facts that make two schedules equal; the first entry is the name."""
         arrays = tuple(getattr(self, field).tobytes() for field in ARRAYS)
         shape = self.forward.shape
-        return (self.name, self.num_microbatches, shape, *arrays, self.emulates)
+        slices = (self.num_slices,) if self.num_slices > 1 else ()
+        return (self.name, self.num_microbatches, shape, *arrays, self.emulates, *slices)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

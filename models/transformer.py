@@ -50,7 +50,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] integers -> [B, T, D]
         checks.fits(tokens.shape[1], self.position.num_embeddings)
-        positions = self.position(jnp.arange(tokens.shape[1]))
+        positions = self.position(jpipe.first_position() + jnp.arange(tokens.shape[1]))
         words = vocabulary.lookup(self.token.embedding[...], tokens)
         words = constrain(words, "batch", "positions", None)
         x = self.dropout(words + positions[None])

@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
     {"_util"},
-    {"_table", "vocabulary", "packing", "mesh", "launch"},
+    {"_table", "_slices", "vocabulary", "packing", "mesh", "launch"},
     {"optim", "compress", "_attention", "_processes", "schedule"},
     {"simulate"},
     {"schedules"},

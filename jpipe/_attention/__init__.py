@@ -17,6 +17,7 @@ from jpipe._attention.ring import Ring
 from jpipe._attention.seen import Seen
 from jpipe._attention.split import Split
 from jpipe._attention.whole import attention_in_kernel, whole_attention
+from jpipe._slices import current_slice, first_of_slice, whole_sequence
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.mesh import CONTEXT
@@ -47,6 +48,9 @@ def attention(
     If the mesh of the surroundings, such as a pipeline's, has an axis "context" of several devices, each of them has
     an equal part of the positions, one after the other. Positions keep their order for the caller, so rotary
     embeddings and masks are those of one device. The arrays need T/n and M/n positions a device, whole numbers.
+
+    In a schedule whose microbatches are slices of sequences (`jpipe.schedules.seq_one_f_one_b`) arrays are those of a
+    slice, and queries see the keys of the slices before too; `is_causal` is needed, and there is no `mask`.
 
     - "ring": each device gets the keys and values of every other one in turn (Liu et al., 2023). Under a causal mask
       devices first exchange halves of their positions, so that all do equal work. T must be a multiple of 2 n then.
@@ -85,23 +89,32 @@ def attention(
     if not hasattr(block_size, "__index__") or block_size < 1:
         raise ValueError(f"`block_size` must be a whole number of positions, at least 1, got {shown(block_size)}.")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    # In the same positions every query sees itself.
+    may_be_empty = mask is not None or query_segments is not key_segments
+    first = None
+    if current_slice() is not None:
+        _check_slice(query, key, mask, is_causal=is_causal, axis=axis)
+        first = first_of_slice(query.shape[1])
+        key, value = whole_sequence(key), whole_sequence(value)
+        key_segments = None if key_segments is None else whole_sequence(key_segments)
     alone = OneDevice(scale, is_causal, block_size)
     how = _over_devices(query, key, alone, method=method, axis=axis)
     if how is alone:
-        if mask is None and query_segments is None:
+        if mask is None and query_segments is None and first is None:
             in_kernel = attention_in_kernel(query, key, value, scale=scale, is_causal=is_causal)
             if in_kernel is not None:
                 return in_kernel
         if max(query.shape[1], key.shape[1]) <= block_size:
             mask = _with_segments(mask, query_segments, key_segments)
+            if first is not None:
+                mask, is_causal = _with_causal(mask, first, query.shape[1], key.shape[1]), False
             return whole_attention(query, key, value, mask, scale=scale, is_causal=is_causal)
     if mask is not None:
         rows, heads, *rest = mask.shape
         groups = (1, 1) if heads == 1 else (key.shape[2], heads // key.shape[2])
         mask = mask.reshape(rows, *groups, *rest)
-    # In the same positions every query sees itself.
-    may_be_empty = mask is not None or query_segments is not key_segments
-    return _attend(how, query, key, value, Seen(mask, query_segments, key_segments, may_be_empty=may_be_empty))
+    seen = Seen(mask, query_segments, key_segments, first, may_be_empty=may_be_empty)
+    return _attend(how, query, key, value, seen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -219,3 +232,31 @@ def _with_segments(mask: Any, query_segments: Any, key_segments: Any) -> Any:
         return mask
     same = (query_segments[:, :, None] == key_segments[:, None, :])[:, None]
     return same if mask is None else mask & same
+
+
+def _with_causal(mask: Any, first: jax.Array, num_queries: int, num_keys: int) -> jax.Array:
+    """The mask, and that of queries from a position on that see themselves and earlier keys."""
+    rows = first + jnp.arange(num_queries, dtype=jnp.int32)
+    causal = (rows[:, None] >= jnp.arange(num_keys, dtype=jnp.int32)[None])[None, None]
+    return causal if mask is None else mask & causal
+
+
+def _check_slice(query: jax.Array, key: jax.Array, mask: Any, *, is_causal: bool, axis: str) -> None:
+    start = "a schedule with slices runs `jpipe.attention` on one slice of a sequence after the other"
+    if not is_causal or key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"{start}, so that no query can see a later slice: it needs `is_causal=True`, and keys at the positions of "
+            f"the queries, got {key.shape[1]} keys for {query.shape[1]} queries, is_causal={is_causal}. Use a schedule "
+            "without slices."
+        )
+    if mask is not None:
+        raise ValueError(
+            f"{start}, and `mask` would need the keys of the whole sequence. Give `segment_ids` of documents and "
+            "padding instead."
+        )
+    num_devices = jax.sharding.get_abstract_mesh().shape.get(axis, 1)
+    if num_devices > 1:
+        raise ValueError(
+            f"{start}, and the axis {axis!r} of the mesh splits positions over {num_devices} devices. Use slices or "
+            "the axis, not both."
+        )

@@ -93,7 +93,7 @@ class Blocks(NamedTuple):
             )
             return Sums(*(_put(a, b, tile.query) for a, b in zip(sums, after, strict=True)))
 
-        return _for_each(groups, add, sums)
+        return _for_each(groups, add, sums, self.queries.tile)
 
     def backward(
         self,
@@ -128,7 +128,7 @@ class Blocks(NamedTuple):
                 _put(gradients.value, self._key(gradients.value, tile) + by_value, tile.key, 2),
             )
 
-        return _for_each(groups, add, gradients)
+        return _for_each(groups, add, gradients, self.queries.tile)
 
     def _query(self, a: jax.Array, tile: Tile) -> jax.Array:
         return lax.dynamic_slice_in_dim(a, tile.query, self.queries.tile, 3)
@@ -236,11 +236,16 @@ def _put(array: jax.Array, part: jax.Array, start: jax.Array, dim: int = 3) -> j
 _Carry = TypeVar("_Carry")
 
 
-def _for_each(groups: Sequence[Group], add: Callable[[Seen, _Carry, Tile], _Carry], carry: _Carry) -> _Carry:
+def _for_each(
+    groups: Sequence[Group], add: Callable[[Seen, _Carry, Tile], _Carry], carry: _Carry, num_queries: int
+) -> _Carry:
     for tiles, seen in groups:
 
         def turn(carry: _Carry, tile: Tile, seen: Seen = seen) -> tuple[_Carry, None]:
-            return add(seen, carry, tile), None
+            is_seen = seen.reaches(tile, num_queries)
+            if is_seen is None:
+                return add(seen, carry, tile), None
+            return lax.cond(is_seen, add, lambda seen, carry, tile: carry, seen, carry, tile), None
 
         count = len(tiles.query)
         if count == 1:

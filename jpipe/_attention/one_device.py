@@ -100,6 +100,9 @@ def groups_of_span(queries: Spans, keys: Spans, seen: Seen, *, is_causal: bool, 
     """
     if not is_causal:
         return [Group(tiles_of(square(queries, keys), queries, keys, place, place), seen)]
+    masked = dataclasses.replace(seen, is_causal=True)
+    if seen.first is not None:  # known in the program only
+        return [Group(tiles_of(square(queries, keys), queries, keys, place, place), masked)]
     below, crossed = [], []
     for i, j in square(queries, keys):
         first, last = i * queries.tile, (i + 1) * queries.tile - 1
@@ -107,7 +110,6 @@ def groups_of_span(queries: Spans, keys: Spans, seen: Seen, *, is_causal: bool, 
             below.append((i, j))
         elif j * keys.tile <= last:
             crossed.append((i, j))
-    masked = dataclasses.replace(seen, is_causal=True)
     tiles = (tiles_of(pairs, queries, keys, place, place) for pairs in (below, crossed))
     return [Group(group, which) for group, which in zip(tiles, (seen, masked), strict=True)]
 

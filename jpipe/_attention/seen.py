@@ -35,6 +35,8 @@ class Seen:
       mask: bool `[B or 1, K or 1, G or 1, T or 1, M or 1]`, of the queries of this device and of all keys; None: all.
       query_segments: `[B, T]`, the document of each position of the whole sequence; None: there is one document.
       key_segments: `[B, M]`, the document of each key.
+      first: int32 `[]`, the position of the first query among those of the keys, where the queries are a slice of a
+        sequence and the keys those of the whole; None: it is that of the tiles.
       is_padded: whether a tile may have keys that are padding.
       is_causal: whether a query sees only itself and earlier positions.
       may_be_empty: whether there may be queries that see no key.
@@ -43,14 +45,22 @@ class Seen:
     mask: Any
     query_segments: Any
     key_segments: Any
+    first: Any = None
     is_padded: bool = dataclasses.field(default=False, metadata={"static": True})
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
     may_be_empty: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def reaches(self, tile: Tile, num_queries: int) -> jax.Array | None:
+        """Bool `[]`, whether any query of a slice may see the keys of a tile; None: the tiles are chosen already."""
+        if self.first is None:
+            return None
+        return self.first + tile.query_position + num_queries > tile.key_position
 
     def of_tile(self, tile: Tile, num_queries: int, num_keys: int) -> jax.Array | None:
         """Bool, of shape `[B, K, G, num_queries, num_keys]` or with 1 for some; None if all are seen."""
         seen = None
         rows = tile.query_position + jnp.arange(num_queries, dtype=jnp.int32)
+        rows = rows if self.first is None else self.first + rows
         columns = tile.key_position + jnp.arange(num_keys, dtype=jnp.int32)
         if self.is_causal:
             seen = (rows[:, None] >= columns[None])[None, None, None]

@@ -66,6 +66,22 @@ def _check_columns(table: Table) -> None:
             raise ValueError(with_mark(table, message, None, c))
 
 
+def _check_slices(table: Table) -> None:
+    """Groups of rows are whole, and the slices of one are in one column, and in one minibatch."""
+    k, N = table.num_slices, table.num_microbatches
+    if k == 1:
+        return
+    if N % k:
+        message = f"{N} microbatches are not a multiple of the {k} slices of a sequence"
+    elif not table.synchronous:
+        message = "slices of a sequence need a synchronous table, in which all of them read the same weights"
+    elif table.has_copies:
+        message = "slices of a sequence need one column for each stage, where one slice finds what another has left"
+    else:
+        return
+    raise ValueError(with_mark(table, message, None, 0))
+
+
 def _check_arrived(table: Table) -> None:
     """No microbatch belongs to a minibatch that has not arrived."""
     for field in ("forward", "backward", "weight_grad"):
@@ -156,14 +172,18 @@ def _check_updates_once(table: Table) -> None:
 
 
 def _check_order(table: Table) -> None:
-    """A column takes its microbatches in order, so every buffer can be a ring."""
+    """A column takes its microbatches in order, so every buffer can be a ring.
+
+    Backwards take the slices of a sequence in reverse order: see `Table.order_of_backwards`.
+    """
     for field in ("forward", "backward", "weight_grad"):
         if (getattr(table, field) == IDLE).all():
             continue
         ticks = getattr(table, f"{field}_ticks")()
         before, previous = np.full((2, *ticks.shape), IDLE, np.int64)
+        order = np.arange(len(ticks)) if field == "forward" else table.order_of_backwards
         for c in range(table.num_columns):
-            (m,) = np.nonzero(ticks[:, c] != IDLE)
+            m = order[ticks[order, c] != IDLE]
             before[m, c], previous[m, c] = np.roll(ticks[m, c], 1), np.roll(m, 1)
             before[m[0], c] -= table.num_ticks
             previous[m[0], c] -= table.num_microbatches
@@ -225,8 +245,8 @@ def _check_update(table: Table) -> None:
     for c in range(table.num_columns):
         k, t = divmod(int(written[c]), num_ticks)
         version = 1 - k
-        (microbatches,) = np.nonzero(gradient[:, c] != IDLE)
-        first, last = microbatches[[0, -1]].tolist()
+        order = table.order_of_backwards
+        first, last = order[gradient[order, c] != IDLE][[0, -1]].tolist()
         last_tick = int(gradient[last, c])
         next_tick = int(gradient[first, c]) + num_ticks  # of the next minibatch
         if last_tick > written[c]:
@@ -258,6 +278,7 @@ def _check_versions(table: Table) -> None:
 
 RULES: tuple[Callable[[Table], None], ...] = (
     _check_columns,
+    _check_slices,
     _check_arrived,
     _check_once,
     _check_order,

@@ -26,10 +26,12 @@ class Table:
     forward_version: np.ndarray
     backward_version: np.ndarray
     update: np.ndarray
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
-        check_counts(num_microbatches=self.num_microbatches)
-        object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
+        for count in ("num_microbatches", "num_slices"):
+            check_counts(**{count: getattr(self, count)})
+            object.__setattr__(self, count, int(getattr(self, count)))
         for field in ARRAYS:
             array = np.asarray(getattr(self, field))
             if array.dtype.kind not in "iu":
@@ -68,6 +70,25 @@ class Table:
     def num_ticks(self) -> int:
         """T, rows of the table."""
         return self.forward.shape[0]
+
+    @property
+    def num_row_groups(self) -> int:
+        """Equal groups of rows of a minibatch: a microbatch is one, or a slice of the positions of one."""
+        return self.num_microbatches // self.num_slices
+
+    @property
+    def order_of_backwards(self) -> np.ndarray:
+        """int `[N]`: the microbatches in the order in which a column runs their backwards.
+
+        The slices of a group of rows are in reverse order, because each gives the next one a gradient.
+
+        Example:
+          >>> import jpipe.schedules
+          >>> jpipe.schedules.seq_one_f_one_b(2, 6, num_slices=3).order_of_backwards.tolist()
+          [2, 1, 0, 5, 4, 3]
+        """
+        groups = np.arange(self.num_microbatches).reshape(-1, self.num_slices)
+        return groups[:, ::-1].ravel()
 
     @property
     def num_columns(self) -> int:

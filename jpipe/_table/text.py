@@ -3,7 +3,8 @@
 A header names the columns as `stage@device`. Each row after it is a tick, each word of a
 row is a cell: `F3` (forward of microbatch 3), `B1`, `W0`, `U1` (update that writes weight
 version 1), joined by commas, or `.` if the column is idle. `F3@-1` reads weight version
--1; `@0` is left out.
+-1; `@0` is left out. A line `slices 4` before the header says that 4 microbatches after
+one another are slices of the same sequences.
 """
 
 import re
@@ -17,11 +18,13 @@ from jpipe._util.foreign import shortened, shown
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
 _OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)", re.ASCII)
 _COLUMN = re.compile(r"(\d+)@(\d+)", re.ASCII)
+_SLICES = "slices"
 
 
 def to_text(table: Table) -> str:
     """See `Schedule.to_text`."""
-    return "".join(line + "\n" for line in _align(cell_rows(table)))
+    slices = f"{_SLICES} {table.num_slices}\n" if table.num_slices > 1 else ""
+    return slices + "".join(line + "\n" for line in _align(cell_rows(table)))
 
 
 def cell_rows(table: Table) -> list[list[str]]:
@@ -56,6 +59,14 @@ def parse(text: str) -> dict:
         for number, line in enumerate(text.splitlines(), start=1)
         if (words := line.split("#")[0].split())
     ]
+    num_slices = 1
+    if lines and lines[0][1][0] == _SLICES:
+        (number, words), *lines = lines
+        if len(words) != 2 or not words[1].isdecimal():
+            raise ValueError(
+                f"line {number}: write the number of slices, `slices 4`, got `{shortened(' '.join(words), 200)}`."
+            )
+        num_slices = _number(words[1], words[1], number)
     if len(lines) < 2:
         raise ValueError(
             "a table needs a header such as `0@0 1@1` and at least one row such as "
@@ -81,7 +92,7 @@ def parse(text: str) -> dict:
     forwards = cells["forward"] != IDLE
     counts = [int(forwards[:, stage == s].sum()) for s in np.unique(stage)]
     num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
-    return dict(num_microbatches=num_microbatches, stage=stage, device=device, **cells)
+    return dict(num_microbatches=num_microbatches, num_slices=num_slices, stage=stage, device=device, **cells)
 
 
 def _parse_cell(word: str, number: int, cells: dict, t: int, c: int) -> None:

@@ -94,6 +94,8 @@ def headline(schedule: Schedule) -> str:
     }
     plural = {"microbatch": "microbatches"}
     words = [f"{count} {word if count == 1 else plural.get(word, word + 's')}" for word, count in counts.items()]
+    if schedule.num_slices > 1:
+        words.append(f"{schedule.num_slices} slices of a sequence")
     name = schedule.name if schedule.emulates is None else f"{schedule.name}, emulated"
     return f"{name}: {', '.join(words)}"
 

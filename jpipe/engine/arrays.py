@@ -31,6 +31,8 @@ class TickArrays:
       aux: sums over finished microbatches of the values that the loss returns beside its value, `[1, ...]`
         each.
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
+      carry: packed values that go from a slice of a sequence to the next one, `[K, ...]`.
+      carry_gradient: packed gradients by them, which go from a slice to the one before, `[K, ...]`.
       constants: packed weights that are frozen, `[R, ...]`.
       count: int32 `[1]`, finished microbatches.
       embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
@@ -75,6 +77,8 @@ class TickArrays:
 
     aux: list[jax.Array]
     batches: Any
+    carry: Packed
+    carry_gradient: Packed
     constants: Packed
     count: jax.Array
     embedded: list[jax.Array]

@@ -195,6 +195,16 @@ class StageContext:
         return self.device.lead(ring, self.scalars.slot(ring))
 
     @property
+    def has_slices(self) -> bool:
+        """True if microbatches are slices of sequences."""
+        return self.spec.schedule.num_slices > 1
+
+    @property
+    def slice_number(self) -> jax.Array:
+        """int32 `[]`, the number of the slice that the lane runs."""
+        return self.scalars.microbatch % self.spec.schedule.num_slices
+
+    @property
     def version(self) -> Callable[[str], Sequence]:
         """The leading indices of the weights that the lane reads."""
         return self.device.lead("parameters", self.scalars.row)

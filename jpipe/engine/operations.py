@@ -12,8 +12,9 @@ from typing import Generic, NamedTuple, TypeVar
 import jax
 from jax import lax
 
-from jpipe.engine import losses, sums
+from jpipe.engine import carries, losses, sums
 from jpipe.engine.arrays import Packed, ReadOnly, Written
+from jpipe.engine.carries import CARRY, CARRY_GRADIENT
 from jpipe.engine.commit import (
     commit,
     commit_state,
@@ -130,6 +131,8 @@ def forward_writes(stage: TrainingStage) -> list[str]:
         names += FORWARD_STASHES
     if commits_by_itself(stage) or has_sequences(stage):
         names += ["mutable_state"]
+    if stage.has_slices:
+        names += [CARRY]
     if commits_by_itself(stage) or has_statistics(stage):
         names += ["statistics"]
     return names
@@ -147,7 +150,11 @@ def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         rings=rings_of(written) if stashes else None,
         statistics=written.statistics if has_statistics(stage) else None,
         moves_state=has_sequences(stage),
+        carry=written.carry if stage.has_slices else None,
+        hands_on=stage.has_slices,
     )
+    if stage.has_slices:
+        written = written.replace(carry=result.carry)
     if result.rings is not None:
         written = with_rings(written, result.rings)
     if has_statistics(stage):
@@ -195,6 +202,7 @@ def backward_writes(stage: TrainingStage) -> list[str]:
     """The arrays that `backward` writes."""
     names = [SENT["backward"], "message_compression", "embedded_gradient"]
     split = stage.spec.schedule.splits_backward
+    names += [CARRY_GRADIENT] if stage.has_slices else []
     names += [SPLIT] if split else weight_grad_writes(stage)
     return names + (FORWARD_STASHES if stage.spec.numbers.runs_forward_again else [])
 
@@ -218,6 +226,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     weights = StageWeights.of(stage, read, "backward")
     column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
+    by_carry = written.carry_gradient if stage.has_slices else {}
     for r, run in reversed(list(enumerate(stage.program.runs))):
         kind = stage.stages.layer_kinds[run.kind]
         gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
@@ -229,9 +238,10 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> tuple:
-            gy, rings, gradients = state
-            parameters = weights.for_backward(run, kind, i, fetched)
+            gy, rings, gradients, by_carry = state
+            parameters = _at_hand(stage, weights, read, run, kind, i, fetched)
             stash = read_layer_stash(rings, run, kind, stage.slot, i)
+            gy = [*gy, *carries.gradient_after(stage, by_carry, run, i)]
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
                 places = run.split_residuals
@@ -240,16 +250,21 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
                 gradients = add_gradients(gradients, run, gp, column, row, stage.joins, microbatch)
-            return stage.stages.values.constrained(gx), rings, gradients
+            gx, handed = split_leaves(gx, [run.carry_gradient])
+            by_carry = carries.with_gradient(stage, by_carry, run, i, handed)
+            return stage.stages.values.constrained(gx), rings, gradients, by_carry
 
         fetch = functools.partial(weights.fetch, run)
-        gy, rings, gradients = for_each_layer(stage, r, layer, (gy, rings, gradients), fetch=fetch, backwards=True)
+        before = gy, rings, gradients, by_carry
+        gy, rings, gradients, by_carry = for_each_layer(stage, r, layer, before, fetch=fetch, backwards=True)
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)
         # Gradients of skips from earlier stages leave with this backward; others meet the layer
         # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
     written = with_rings(written, rings)
+    if stage.has_slices:
+        written = written.replace(carry_gradient=by_carry)
     if gradients is not None:
         written = sums.with_sums(written, gradients)
     written = send_skip_gradients(stage, written, read, skip_gradients)
@@ -267,6 +282,20 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     return stage.if_first(to_embedding, send_gradient)
 
 
+def _at_hand(
+    stage: TrainingStage,
+    weights: StageWeights,
+    read: ReadOnly,
+    run: LayerRun,
+    kind: LayerProgram,
+    i: jax.Array | int,
+    fetched: Fetched,
+) -> list[jax.Array]:
+    """What a backward of layer i of a run gets beside stash and gradients: see `LayerProgram.at_hand`."""
+    parameters = weights.for_backward(run, kind, i, fetched)
+    return [*parameters, *carries.kept(stage, read.carry, run, kind, i)] if stage.has_slices else parameters
+
+
 def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """Runs the forward again, on the weights that the backward reads, and stashes its values."""
     result = run_layers(
@@ -276,6 +305,7 @@ def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Writte
         mutable_state=read.mutable_state,
         weight_pass="backward",
         rings=rings_of(written),
+        carry=read.carry if stage.has_slices else None,
     )
     if result.rings is not None:
         written = with_rings(written, result.rings)
@@ -331,7 +361,7 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> Packed:
-            parameters = weights.for_backward(run, kind, i, fetched)
+            parameters = _at_hand(stage, weights, read, run, kind, i, fetched)
             stash = read_layer_stash(rings_of(read), run, kind, stage.slot, i, only="weight_stash")
             places = run.split_residuals
             values = read_stash(rings_of(read), SPLIT, places, stage.slot, i)

@@ -19,7 +19,7 @@ from jpipe.engine.shapes import StatePackings
 from jpipe.engine.state_arrays import StateFacts
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
-from jpipe.lowering.lower import STASHES, Lowered, lower
+from jpipe.lowering.lower import RINGS, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.lowering.target import Target, target_of
 from jpipe.lowering.versions import VersionRows
@@ -201,7 +201,7 @@ class PassSpec(abc.ABC):
             accumulators=stages.accumulators,
             mutable_state=stages.state,
             statistics=stages.statistics,
-            rings={ring: getattr(stages, ring) for ring in STASHES},
+            rings={ring: getattr(stages, ring) for ring in RINGS},
             messages=self.routes,
             embedded=self._activations(vocabulary.embedded),
             head_input=self._activations(jax.tree.leaves(vocabulary.head_inputs)),

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from jpipe import packing
+from jpipe.engine import carries
 from jpipe.engine.arrays import Packed, TickArrays, TickStash, Written
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
@@ -249,17 +250,18 @@ def _layer_extra(
     r: int,
     i: jax.Array | int,
 ) -> list[jax.Array]:
-    """The arguments of layer i beside parameters and inputs: its random key and its mutable state."""
+    """The arguments of layer i beside parameters and inputs: random key, mutable state, number of the slice."""
     key = jax.random.key_data(stage.device.key)
     if kind.reads_extra[0]:
         lane = stage.scalars
         number = 0 if is_whole(stage.spec.stages.layers) else lane.first_layer(r) + i  # see `num_keys`
         key = stage.device.random_key(number, lane.microbatch_number)
         key = jax.random.key_data(key)
+    turn = [stage.slice_number] if len(kind.extra) > 1 + len(run.state) else []
     if not run.state:
-        return [key]
+        return [key, *turn]
     column = stage.column("mutable_state")
-    return [key, *packing.read_all(mutable_state, run.state, column, i)]
+    return [key, *packing.read_all(mutable_state, run.state, column, i), *turn]
 
 
 def _with_microbatch(
@@ -286,6 +288,7 @@ class LayersResult(NamedTuple):
       rings: ring -> stashes, updated; None if nothing is stashed.
       statistics: updated; None if none are kept.
       mutable_state: mutable state, with the moves of every microbatch.
+      carry: what layers hand on to the next slice of the sequence; as it was if they do not.
     """
 
     outputs: list[jax.Array]
@@ -293,6 +296,7 @@ class LayersResult(NamedTuple):
     rings: Rings | None
     statistics: Packed | None
     mutable_state: Packed
+    carry: Packed
 
 
 def run_layers(
@@ -305,6 +309,8 @@ def run_layers(
     rings: Rings | None = None,
     statistics: Packed | None = None,
     moves_state: bool = False,
+    carry: Packed | None = None,
+    hands_on: bool = False,
 ) -> LayersResult:
     """Runs the layers of a stage forward.
 
@@ -319,11 +325,15 @@ def run_layers(
       rings: ring -> stashes; None: nothing is stashed.
       statistics: the statistics of the minibatch so far; None: they are not kept.
       moves_state: whether the layers move mutable state.
+      carry: what the slice before has handed on; None: microbatches are no slices.
+      hands_on: whether the layers hand on to the next slice.
     """
     weights = StageWeights.of(stage, read, weight_pass)
     skips = arrived_skips(stage, read)
     # Loops carry only what they change.
     moving = mutable_state if moves_state else None
+    carry = carry or {}
+    handing = carry if hands_on else None
     row = stage.column("statistics") if statistics is not None else ()
     # The statistics of all layers are few numbers, which are written at once.
     joined_at = stage.runtime_index(0)
@@ -343,15 +353,19 @@ def run_layers(
             kind: LayerProgram = kind,
             popped: list[jax.Array] = popped,
         ) -> tuple:
-            x, rings, statistics, moving = state
+            x, rings, statistics, moving, handing = state
             parameters = weights.layer_weights(run, i, fetched)
             current = mutable_state if moving is None else moving
             extra = _layer_extra(stage, current, run, kind, r, i)
+            inputs = [*x, *popped, *carries.handed_before(stage, carry if handing is None else handing, run, i)]
             if rings is None:
-                y, aux = kind.forward(parameters, [*x, *popped], extra)
+                y, aux = kind.forward(parameters, inputs, extra)
             else:
-                y, stash, aux = kind.forward_and_stash(parameters, [*x, *popped], extra)
+                y, stash, aux = kind.forward_and_stash(parameters, inputs, extra)
                 rings = write_layer_stash(rings, run, kind, stash, stage.slot, i, stage.joins)
+            y, handed = split_leaves(y, [kind.carried])
+            if handing is not None:
+                handing = carries.with_handed(stage, handing, run, i, handed)
             update = stage.stages.mutable[run.kind]
             records, new = aux[: update.num_recorded], aux[update.num_recorded :]
             if statistics is not None and records:
@@ -371,14 +385,16 @@ def run_layers(
                 values = update.sequence_values(extra[1:], new)
                 column, at = stage.column("mutable_state"), stage.runtime_index(i)
                 moving = packing.write_all(moving, moved, column, values, at, joined=True)
-            return stage.stages.values.constrained(y), rings, statistics, moving
+            return stage.stages.values.constrained(y), rings, statistics, moving, handing
 
         fetch = functools.partial(weights.fetch, run)
-        y, rings, statistics, moving = for_each_layer(stage, r, layer, (x, rings, statistics, moving), fetch=fetch)
+        before = x, rings, statistics, moving, handing
+        y, rings, statistics, moving, handing = for_each_layer(stage, r, layer, before, fetch=fetch)
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
     if joined:
         assert statistics is not None
         places, kept = zip(*joined)
         statistics = packing.write_all(statistics, places, row, kept, joined_at, joined=True)
-    return LayersResult(x, skips, rings, statistics, mutable_state if moving is None else moving)
+    moved = mutable_state if moving is None else moving
+    return LayersResult(x, skips, rings, statistics, moved, carry if handing is None else handing)

@@ -34,7 +34,7 @@ from jpipe.engine.state_arrays import (
     buffer,
 )
 from jpipe.layers.avals import is_inexact
-from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
+from jpipe.lowering.lower import HEAD_GRADIENT, RINGS
 from jpipe.packing import Leaf, Packing
 from jpipe.stages.cut import Stages
 
@@ -262,7 +262,7 @@ STATE_ARRAYS = (
         memory="gradients",
         on_host=lambda facts: facts.packings.accumulators.on_host,
     ),
-    *(buffer(ring, "activations", functools.partial(_stash, ring), in_forward_only=True) for ring in STASHES),
+    *(buffer(ring, "activations", functools.partial(_stash, ring), in_forward_only=True) for ring in RINGS),
     buffer("staged", "host stashes", _staged, in_forward_only=True),
     buffer(
         "host_stash",

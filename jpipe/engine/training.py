@@ -139,7 +139,7 @@ class TrainingPass(PassSpec):
         return self.target.updates_in_every_tick and small
 
     def _array_rows(self) -> dict[str, ArrayRows]:
-        """Adds "gradients" (also errors of compression), "optimizer_state" and the table's `STASHES` to `PassSpec`."""
+        """Adds "gradients" (also errors of compression), "optimizer_state" and the table's `RINGS` to `PassSpec`."""
         stages, updates = self.stages, self.updates
         rings = {
             ring: ArrayRows.per_slot(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))

@@ -32,7 +32,7 @@ References:
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
@@ -97,12 +97,16 @@ class LayerProgram:
       input_grad: `(parameters, stash, output_grads) -> (input_grads, split_residuals)`. Of the
         stash it reads `input_stash` and perhaps `weight_stash`.
       weight_grad: `(parameters, stash, split_residuals) -> parameter_grads`. Of the stash it reads
-        only `weight_stash`. In all three backwards `parameters` is followed by the constants of `extra`.
+        only `weight_stash`. In all three backwards `parameters` is followed by the constants of `extra`, and by the
+        inputs that are `kept`.
       parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
         lists.
       trained: positions in `parameters` of those that have gradients, in the order of `parameter_grads`. The others
         never change.
       constants: positions in `extra` of values that never change: a backward gets them again and not from the stash.
+      num_carried: number of the last inputs, and of the last outputs, that go from a slice of a sequence to the next
+        one, see `jpipe._slices`.
+      kept: positions of those of these inputs that a backward gets again, because later slices only add to them.
       input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
         reads, and the values that `weight_grad` reads.
       reads_extra: per leaf of `extra`, whether anything reads it.
@@ -133,6 +137,8 @@ class LayerProgram:
     split_residuals: tuple
     trained: tuple[int, ...]
     constants: tuple[int, ...]
+    num_carried: int
+    kept: tuple[int, ...]
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
     reads_extra: tuple[bool, ...]
@@ -155,7 +161,7 @@ class LayerProgram:
     @property
     def calls(self) -> dict[str, tuple[Callable[..., Any], tuple]]:
         """ "forward", "backward", "input_grad" and "weight_grad", each with its abstract arguments."""
-        at_hand = [*self.parameters, *(self.extra[i] for i in self.constants)]
+        at_hand = [*self.parameters, *self.at_hand(self.inputs, self.extra)]
         stash, output_grads = list(self.stash), [y for y in self.outputs if is_inexact(y)]
         return {
             "forward": (self.forward, (list(self.parameters), list(self.inputs), list(self.extra))),
@@ -163,6 +169,15 @@ class LayerProgram:
             "input_grad": (self.input_grad, (at_hand, stash, output_grads)),
             "weight_grad": (self.weight_grad, (at_hand, stash, list(self.split_residuals))),
         }
+
+    def at_hand(self, inputs: Sequence, extra: Sequence) -> list:
+        """What a backward gets again beside parameters."""
+        return [*(extra[i] for i in self.constants), *(inputs[i] for i in self.kept)]
+
+    @property
+    def carried(self) -> tuple:
+        """The abstract values that go from a slice of a sequence to the next one."""
+        return self.inputs[len(self.inputs) - self.num_carried :]
 
     def outputs_on(self, differentiated: Collection[int]) -> list[bool]:
         """For each output whether it depends on parameters that are trained, or on inputs at some positions."""
@@ -205,6 +220,8 @@ def trace_layer(
     *,
     frozen: Collection[int] = (),
     constants: Sequence[int] = (),
+    num_carried: int = 0,
+    kept: Sequence[int] = (),
     has_aux: bool = False,
     differentiated: Collection[int] | None = None,
     zero_input_grads: bool = True,
@@ -222,6 +239,7 @@ def trace_layer(
         state and key).
       frozen: positions of leaves of `parameters` that never change, and have no gradients.
       constants: positions of leaves of `extra` that never change, such as state that no call writes.
+      num_carried, kept: see `LayerProgram`.
       has_aux: whether the function returns `(outputs, aux)`; aux is a pytree of arrays that are not
         differentiated.
       differentiated: positions of leaves of `inputs` whose gradients something reads; others have none.
@@ -260,7 +278,7 @@ def trace_layer(
     return _layer_program(
         arguments,
         trained,
-        tuple(constants),
+        Given(tuple(constants), num_carried, tuple(kept)),
         forward,
         backward,
         gradients,
@@ -306,17 +324,25 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
 # -- The programs
 
 
+class Given(NamedTuple):
+    """What a backward gets again beside parameters. `LayerProgram` describes the fields."""
+
+    constants: tuple[int, ...]
+    num_carried: int
+    kept: tuple[int, ...]
+
+
 def _layer_program(
     arguments: Arguments,
     trained: tuple[int, ...],
-    constants: tuple[int, ...],
+    given: Given,
     forward: Forward,
     backward: Equations,
     gradients: GradientForms,
     recomputes: bool,
     rerun: Rerun,
 ) -> LayerProgram:
-    residuals = Residuals.of(forward, backward, arguments, trained, constants, rerun)
+    residuals = Residuals.of(forward, backward, arguments, trained, given.constants, given.kept, rerun)
     for_inputs, for_weights, split_residuals = _split_backward(backward, residuals, num_gradients=gradients.num_values)
     everything = backward.slice(backward.inputs, backward.outputs, effects=True)
     read_whole, read_inputs, read_weights = (residuals.reader(half) for half in (everything, for_inputs, for_weights))
@@ -367,7 +393,7 @@ def _layer_program(
         stash=tuple(aval_of(v) for v in stash),
         split_residuals=tuple(aval_of(v) for v in split_residuals),
         trained=trained,
-        constants=constants,
+        **given._asdict(),
         # What both halves read stays until the second one has run.
         input_stash=tuple(sorted(read_inputs.reads - read_weights.reads)),
         weight_stash=tuple(sorted(read_weights.reads)),
@@ -381,9 +407,13 @@ def _layer_program(
         text=_text(arguments, forward, backward, trained),
         rerun=rerun,
         made=functools.cache(
-            functools.partial(_layer_program, arguments, trained, constants, forward, backward, gradients, recomputes)
+            functools.partial(_layer_program, arguments, trained, given, forward, backward, gradients, recomputes)
         ),
-        values=_layer_values(layer_inputs, forward.results[:num_outputs], stash),
+        values=_layer_values(
+            layer_inputs[: len(layer_inputs) - given.num_carried],
+            forward.results[: num_outputs - given.num_carried],
+            stash,
+        ),
     )
 
 

@@ -23,7 +23,8 @@ The set is a minimum cut between the values that no equation computes again and 
 graph of the forward's equations. A value has the time of its stash as capacity, an equation its time to
 run again. The idea is that of the partitioner of PyTorch 2.
 
-Frozen weights, and state that no call writes, are at hand whenever a backward runs, so they are never stashed.
+Frozen weights, and state that no call writes, are at hand whenever a backward runs, so they are never stashed. So are
+the values of `jpipe.whole_sequence`: what a slice has read of them, later slices have not changed.
 
 An elementwise equation may read parameters, and what elementwise equations compute of them, only if the
 backward runs on the weights of its forward. In PipeMare it runs on other weights, and what the forward
@@ -36,9 +37,10 @@ References:
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jpipe._slices import appended_p
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.cut import SINK, SOURCE, Network
 from jpipe.layers.elementwise import ELEMENTWISE
@@ -97,7 +99,9 @@ class Residuals:
 
     Attributes:
       forward: the equations of the forward.
-      at_hand: the inputs of the forward that the backward gets again: parameters, then constants.
+      at_hand: the variables of the forward that the backward gets again: parameters, then constants, then inputs that
+        are kept, then the results of `appended` on these.
+      repeated: for each of these results, the position in `at_hand` of the input whose value it has in the backward.
       varying: the variables of the forward that depend on more than these.
       stash: the stashed variables of the forward, each once.
       inputs: the residual inputs of the backward.
@@ -106,6 +110,7 @@ class Residuals:
 
     forward: Equations
     at_hand: tuple
+    repeated: tuple[int, ...]
     varying: set
     stash: list
     inputs: tuple
@@ -119,26 +124,36 @@ class Residuals:
         arguments: Arguments,
         trained: Sequence[int],
         constants: Sequence[int],
+        kept: Sequence[int],
         rerun: Rerun,
     ) -> "Residuals":
         """Chooses the stash.
 
         Args:
           forward, backward, arguments: the forward, backward and arguments of the layer.
-          trained, constants: see `LayerProgram`.
+          trained, constants, kept: see `LayerProgram`.
           rerun: what the backward may compute again.
         """
         equations = forward.equations
-        parameters, _, extra = map(tuple, arguments.split(equations.inputs))
+        parameters, given, extra = map(tuple, arguments.split(equations.inputs))
         constant = tuple(extra[i] for i in constants)
-        at_hand = (*parameters, *constant)
+        at_hand = (*parameters, *constant, *(given[i] for i in kept))
+        position = {v: i for i, v in enumerate(at_hand)}
+        results = {
+            eqn.outvars[0]: position[eqn.invars[0]]
+            for eqn in equations.equations
+            if eqn.primitive is appended_p and contains(position, eqn.invars[0])
+        }
+        kept_values = {*at_hand[len(parameters) + len(constant) :], *results}
+        handed_on = {*variables(forward.results[: len(forward.outputs)])}.intersection(equations.inputs)
         frozen = tuple(v for j, v in enumerate(parameters) if j not in trained)
-        varying = equations.depending_on(set(equations.inputs).difference(at_hand))
+        varying = equations.depending_on(set(equations.inputs).difference((*parameters, *constant)))
         wanted = [v for v in variables(forward.residuals) if v in varying]
         inputs = backward.inputs[: len(forward.residuals)]
         return cls(
             forward=equations,
-            at_hand=at_hand,
+            at_hand=(*at_hand, *results),
+            repeated=tuple(results.values()),
             varying=varying,
             stash=cheapest_stash(
                 equations,
@@ -147,7 +162,7 @@ class Residuals:
                 varying,
                 wanted,
                 rerun=rerun,
-                handed_on={*variables(forward.results[: len(forward.outputs)])}.intersection(equations.inputs),
+                accesses=dict.fromkeys(handed_on, 1) | dict.fromkeys(kept_values, 0),
             ),
             inputs=inputs,
             source=dict(zip(inputs, forward.residuals)),
@@ -170,6 +185,7 @@ class Residuals:
             rebuild,
             sources,
             {i for i, v in enumerate(self.stash) if v in read},
+            self.repeated,
         )
 
 
@@ -181,22 +197,24 @@ class Reader(NamedTuple):
       rebuild: computes residuals from the parameters, the constants and the stash.
       sources: per residual input, the forward's variable or literal, or None if nothing reads it.
       reads: the positions in the stash that are read.
+      repeated: see `Residuals`.
     """
 
     equations: Equations
     rebuild: Equations
     sources: list
     reads: set[int]
+    repeated: tuple[int, ...] = ()
 
     def run(self, at_hand: Sequence, stash: Sequence, others: Sequence) -> list:
         """Evaluates the equations.
 
         Args:
-          at_hand: parameters, then constants.
+          at_hand: parameters, then constants, then inputs that are kept.
           stash: the stash.
           others: the inputs of the equations after the residuals.
         """
-        values = self.rebuild(*at_hand, *stash)
+        values = self.rebuild(*at_hand, *(at_hand[i] for i in self.repeated), *stash)
         env = dict(zip(self.rebuild.outputs, values))
         residuals = [None if s is None else value_of(env, s) for s in self.sources]
         return self.equations(*residuals, *others)
@@ -212,7 +230,7 @@ def cheapest_stash(
     varying: set,
     residuals: Iterable,
     rerun: Rerun,
-    handed_on: Collection = (),
+    accesses: Mapping,
 ) -> list:
     """The variables from which `residuals` follow in the least time, that of the stash included.
 
@@ -225,7 +243,8 @@ def cheapest_stash(
       varying: the variables that depend on more than these.
       residuals: variables in `varying`.
       rerun: what may run again, and how long it takes.
-      handed_on: the inputs that are results as well. The layers of a stage share their place in the stash.
+      accesses: variables in `varying` -> how often a stash moves their bytes; 2 times without an entry. What is handed
+        on is written once for all layers of a stage. 0 for what the backward gets again without a stash.
 
     Returns:
       The variables in the order in which the forward computes them.
@@ -258,9 +277,8 @@ def cheapest_stash(
         for v in results:
             network.connect(i, (v, "in"))
     for v in order:
-        accesses = 1 if v in handed_on else 2
-        network.connect((v, "in"), (v, "out"), accesses * num_bytes([v.aval]))
+        network.connect((v, "in"), (v, "out"), accesses.get(v, 2) * num_bytes([v.aval]))
     for v in dict.fromkeys(residuals):
         network.connect((v, "out"), SINK)
     after = network.sink_side()
-    return [v for v in order if (v, "out") in after and (v, "in") not in after]
+    return [v for v in order if (v, "out") in after and (v, "in") not in after and accesses.get(v, 2)]

@@ -24,6 +24,7 @@ from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
 from jpipe.layers.sharding import KeptSpecs, ValueSplit
+from jpipe.layers.sliced import Slices
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.tracer import Tracer
 from jpipe.layers.trainable import ALL, Trainable
@@ -158,6 +159,7 @@ def _trace(
     splits: Sequence[LayerSplit] = (),
     trainable: Trainable = ALL,
     rerun: Rerun = ELEMENTWISE_ONLY,
+    num_slices: int = 1,
 ) -> tuple[Traced, Any]:
     """Traces every layer for the abstract `microbatch`.
 
@@ -174,6 +176,7 @@ def _trace(
       splits: the split of each layer by a strategy, instead of annotations; `()` without a strategy.
       trainable: the parameters that are trained.
       rerun: see `trace_layer`.
+      num_slices: the slices of a sequence, of which `microbatch` is one; in training alone.
 
     Returns:
       The layers, and the abstract outputs of the model.
@@ -202,6 +205,7 @@ def _trace(
             splits=splits,
             trainable=trainable,
             reports=reports,
+            slices=Slices(num_slices, inputs) if num_slices > 1 and loss is not None else None,
         )
         outputs = inputs
         for i in range(len(layers)):
@@ -237,8 +241,7 @@ def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:
 
     def function(parameters: Sequence, inputs: Sequence, extra: Sequence, output_grads: Sequence) -> tuple:
         outputs, stash, _ = kind.forward_and_stash(parameters, inputs, extra)
-        constants = [extra[i] for i in kind.constants]
-        return outputs, kind.backward([*parameters, *constants], stash, output_grads)
+        return outputs, kind.backward([*parameters, *kind.at_hand(inputs, extra)], stash, output_grads)
 
     output_grads = [y for y in kind.outputs if is_inexact(y)]
     lists = list(kind.parameters), list(kind.inputs), list(kind.extra), output_grads

@@ -20,6 +20,7 @@ from jpipe.layers.mesh_free import on_mesh
 from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs
+from jpipe.layers.sliced import Carried, Slices
 from jpipe.layers.state_update import StateUpdate, trace_state
 from jpipe.layers.trainable import Trainable
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
@@ -40,6 +41,7 @@ class Tracer:
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
         but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
         names inputs and outputs alone.
+      slices: what layers hand on from slice to slice; None: they run on whole sequences.
       reported: the values that the layers so far have reported, by name.
     """
 
@@ -53,6 +55,7 @@ class Tracer:
     splits: Sequence[LayerSplit]
     trainable: Trainable
     reports: Mapping[str, jax.ShapeDtypeStruct]
+    slices: Slices | None = None
     layer_kinds: list[LayerProgram] = dataclasses.field(default_factory=list)
     kind_of_layer: list[int] = dataclasses.field(default_factory=list)
     mutable: list[StateUpdate] = dataclasses.field(default_factory=list)
@@ -78,7 +81,7 @@ class Tracer:
         layer = self.layers[i] = self._bound(i, args)
         program, update = self._program(i, (inputs, *popped), args)
         self.kind_of_layer.append(self._kind(i, program, update))
-        outputs, *stashed = program.output_tree.unflatten(program.outputs)
+        outputs, *stashed = self._results(program, program.outputs)
         self.outputs.append(tuple(jax.tree.leaves(outputs)))
         for name, value in zip(layer.stash, stashed, strict=True):
             self._stashed[name] = value
@@ -116,12 +119,18 @@ class Tracer:
         for i, k in enumerate(self.kind_of_layer):
             program, layer = self.layer_kinds[k], self.layers[i]
             flags = jax.tree.leaves((outputs, *(stashed[name] for name in layer.pop)))
+            flags += [True] * program.num_carried  # they depend on weights of the layer itself
             differentiated = [
                 j for j, (x, flag) in enumerate(zip(program.inputs, flags, strict=True)) if flag and is_inexact(x)
             ]
             yield differentiated
-            outputs, *values = program.output_tree.unflatten(program.outputs_on(differentiated))
+            outputs, *values = self._results(program, program.outputs_on(differentiated))
             stashed |= zip(layer.stash, values, strict=True)
+
+    def _results(self, program: LayerProgram, leaves: Sequence) -> list:
+        """`[outputs, *stashed]` of a layer from the leaves of its results."""
+        results = list(program.output_tree.unflatten(leaves))
+        return results if self.slices is None else results[:-1]
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
@@ -196,8 +205,13 @@ class Tracer:
         extra = {"key": self._key, "state": layer.state}
         try:
             with self._annotations():
+                function = self._function(i, update)
+                if self.slices is not None:
+                    carried = self._carried(i, args)
+                    options |= carried.options(len(jax.tree.leaves(args)))
+                    args, extra = (*args, carried.values), {**extra, "turn": self.slices.number}
                 return self.trace_one(
-                    self._function(i, update),
+                    function,
                     layer.parameters,
                     args,
                     extra,
@@ -209,6 +223,14 @@ class Tracer:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None
         except Exception as error:
             raise ValueError(self._refusal(i, args, error)) from error
+
+    def _carried(self, i: int, args: tuple) -> Carried:
+        """What layer `i` hands on from slice to slice."""
+        assert self.slices is not None
+        layer, inputs = self.layers[i], args[0][0] if self._takes_sums(i) else args[0]
+        run = run_layer(layer, self.compute_dtype)
+        key = jax.eval_shape(self._typed_key, self._key)
+        return self.slices.carried(run, layer.parameters, layer.state, key, from_numbers((inputs, *args[1:])))
 
     def _annotations(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: honours sharding annotations unless a strategy is given."""
@@ -239,6 +261,9 @@ class Tracer:
         dtype = self._output_dtype() if self._is_last(i) else self.compute_dtype
 
         def function(parameters: Any, args: tuple, extra: Any) -> tuple[tuple, Any]:
+            given: list[jax.Array] = []
+            if self.slices is not None:
+                args, given = args[:-1], args[-1]
             args = from_numbers(args)
             if self._takes_sums(i):
                 (inputs, sums), *popped = args
@@ -253,9 +278,13 @@ class Tracer:
             run = run_layer(layer, self.compute_dtype)
             if self.splits and self._automatic is not None:
                 run = self.splits[i].applied(run, self._automatic)
-            (outputs, reported), moving = update.results(run, parameters, extra["state"], key, args)
-            outputs = as_numbers(cast(outputs, dtype))
-            return self._with_sums(outputs, sums, reported), moving
+            if self.slices is None:
+                (outputs, reported), moving = update.results(run, parameters, extra["state"], key, args)
+                return self._with_sums(as_numbers(cast(outputs, dtype)), sums, reported), moving
+            run = self.slices.handing_on(run)
+            args = (args, given, extra["turn"])
+            (outputs, reported, handed), moving = update.results(run, parameters, extra["state"], key, args)
+            return (*self._with_sums(as_numbers(cast(outputs, dtype)), sums, reported), handed), moving
 
         return function
 

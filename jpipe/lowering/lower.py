@@ -19,14 +19,16 @@ from jpipe.lowering.everywhere import Follows, everywhere, head_after_update
 from jpipe.lowering.joint_updates import joint_updates
 from jpipe.lowering.norms import NormTable, norm_table
 from jpipe.lowering.operations import Operations, all_operations
-from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
+from jpipe.lowering.rings import CARRIES, HEAD_GRADIENT, RINGS, STASHES, Ring, make_rings
 from jpipe.lowering.spills import Spill
 from jpipe.lowering.target import CPU, Target
 from jpipe.lowering.versions import VersionRows, version_rows
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
+    "CARRIES",
     "HEAD_GRADIENT",
+    "RINGS",
     "STASHES",
     "Follows",
     "Lowered",

@@ -9,6 +9,7 @@ share a slot if they do not live at the same time. All columns of a device share
 - Another table repeats every T ticks, and lives go over its end. Each column therefore has
   slots of its own. A microbatch's slot is its position in its column's order, modulo the smallest
   number of slots at which no live value is overwritten.
+- Slices of one sequence share a slot of what they hand on from one to the next: see `_shared_by_slices`.
 - A stash may have fewer slots than values. The others are in host memory in the meantime, and come back into other
   slots: see `jpipe.lowering.spills`.
 
@@ -28,6 +29,12 @@ from jpipe.schedule import IDLE, Schedule
 
 STASHES = ("input_stash", "weight_stash", "split_residuals")
 """Rings that keep a stage's values from one of its operations to another."""
+
+CARRY, CARRY_GRADIENT = CARRIES = ("carry", "carry_gradient")
+"""Rings of what a stage hands on from slice to slice of a sequence, and of the gradient by it."""
+
+RINGS = (*STASHES, *CARRIES)
+"""Rings of values of layers, which stay on their stage."""
 
 HEAD_GRADIENT = "head_gradient"
 """The ring of the gradient by the inputs of a head that all devices run together."""
@@ -100,7 +107,7 @@ def make_rings(
     Raises:
       ValueError: if these are too few.
     """
-    names = [*(route.inbox for route in routes), *STASHES]
+    names = [*(route.inbox for route in routes), *RINGS]
     rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_columns) for name in names}
     lifetimes = _lifetimes(schedule, recompute, routes)
     if head and not schedule.forward_only:
@@ -111,6 +118,9 @@ def make_rings(
         ring = share(schedule, position, num_in_column, first, last, used)
         in_tick = bool((first == last)[used].all())
         rings[name] = dataclasses.replace(ring, in_tick=in_tick)
+    if schedule.num_slices > 1:
+        for name, lives in _lifetimes_of_carries(schedule).items():
+            rings[name] = _shared_by_slices(schedule, position, num_in_column, *lives)
     if stash_slots is not None:
         rings |= _spilled(schedule, position, num_in_column, rings, lifetimes, stash_slots)
     return rings
@@ -206,6 +216,32 @@ def _shared_slots(
             slots[c][place] = slot
         num_slots = max(num_slots, num_made)
     return Ring(num_slots, slots)
+
+
+def _lifetimes_of_carries(schedule: Schedule) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Ring -> first and last tick `[N, C]` of the use of a slot by a slice."""
+    backward = schedule.backward_ticks()
+    return {
+        CARRY: (schedule.forward_ticks(), schedule.weight_grad_ticks()),
+        CARRY_GRADIENT: (backward, backward),
+    }
+
+
+def _shared_by_slices(
+    schedule: Schedule, position: np.ndarray, num_in_column: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> Ring:
+    """Assigns slots that the slices of a sequence share; the first of them stands for all. See `_shared_slots`."""
+    k = schedule.num_slices
+    by_slice = (schedule.num_row_groups, k, schedule.num_columns)
+    ends = np.repeat(last.reshape(by_slice).max(axis=1), k, axis=0)
+    begins = np.repeat(first.reshape(by_slice).min(axis=1), k, axis=0)
+    is_first = np.arange(schedule.num_microbatches) % k == 0
+    used = np.broadcast_to(is_first[:, None], first.shape)
+    ring = _shared_slots(schedule, position, num_in_column, begins, ends, used)
+    slots = [np.zeros_like(column) for column in ring.slots]
+    for c, column in enumerate(ring.slots):
+        slots[c][position[:, c]] = np.repeat(column[position[is_first, c]], k)
+    return Ring(ring.num_slots, slots)
 
 
 def _slots_of_columns(

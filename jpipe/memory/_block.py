@@ -17,6 +17,7 @@ USES = {
     "input stash": "what the backward, or the input gradient, reads of its forward",
     "weight stash": "what the weight gradient reads of its forward",
     "split residual": "what the weight gradient reads of the input gradient",
+    "carry": "what goes from slice to slice of a sequence, such as keys and values, and the gradient by it",
     "message": "activations and gradients on their way between stages",
     "batch": "the minibatch, and earlier ones that are still read",
     "state": "mutable state of layers, its statistics, counters, the loss scale",

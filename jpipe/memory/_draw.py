@@ -21,6 +21,7 @@ COLORS = {
     "input stash": "#5aae61",
     "weight stash": "#a6dba0",
     "split residual": "#d9a441",
+    "carry": "#117733",
     "message": "#ee9944",
     "batch": "#aaaa44",
     "state": "#777777",

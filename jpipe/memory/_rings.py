@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
+from jpipe.lowering.lower import CARRIES, HEAD_GRADIENT, STASHES
+from jpipe.memory import _carries
 from jpipe.memory._block import Block
 from jpipe.memory._builder import Builder
 from jpipe.packing import Place
@@ -361,6 +362,7 @@ def _head_gradients(builder: Builder, shapes: list) -> Allocations:
 
 RINGS: dict[str, Callable[[Builder, Any], Allocations]] = {
     **{ring: functools.partial(_stash, ring) for ring in STASHES},
+    **{ring: functools.partial(_carries.allocations, ring) for ring in CARRIES},
     "staged": _all_staged,
     "inbox": _inbox,
     "sent_activations": functools.partial(_sent, "sent activations"),

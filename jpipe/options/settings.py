@@ -11,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
+from jpipe._util.foreign import shown
 from jpipe.layers import mapped
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
@@ -82,7 +83,7 @@ class Settings:
     @property
     def num_parts(self) -> int:
         """Equal parts that the rows of a batch are cut into, over microbatches and devices."""
-        return self.schedule.num_microbatches * self.num_replicas * self._num_row_shares
+        return self.schedule.num_row_groups * self.num_replicas * self._num_row_shares
 
     @property
     def _num_row_shares(self) -> int:
@@ -123,18 +124,53 @@ class Settings:
 
         return jax.tree.map(whole, batch)
 
-    def microbatch(self, batch: Any, num_microbatches: int | None = None, *, whole: bool = False) -> Any:
-        """The abstract microbatch of a minibatch.
+    def microbatch(self, batch: Any, *, whole: bool = False) -> Any:
+        """The abstract microbatch of a minibatch that trains: a group of rows, or a slice of its positions.
 
         Args:
-          batch: arrays or abstract arrays `[batch, ...]`; in several processes the rows that this one gives.
-          num_microbatches: the number per minibatch and replica; None: that of the schedule.
-          whole: whether `batch` has the rows of all processes.
+          batch, whole: see `row_group`.
 
         Raises:
           ValueError: if the minibatch cannot be cut into equal microbatches.
         """
-        N = num_microbatches or self.schedule.num_microbatches
+        return jax.tree.map(self._slice, self.row_group(batch, whole=whole))
+
+    def _slice(self, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The part of an entry of a group of rows that one of its slices has."""
+        k = self.schedule.num_slices
+        if k == 1:
+            return a
+        if len(a.shape) < 2 or a.shape[1] % k:
+            raise ValueError(
+                f"schedule {shown(self.schedule.name)} cuts the positions of a sequence, dim 1 of each entry of the "
+                f"batch, in {k} equal slices, and an entry of a microbatch has shape {list(a.shape)}. Use sequences of "
+                f"a multiple of {k} positions, or another `num_slices`; what belongs to a whole row must be given for "
+                "each position."
+            )
+        return jax.ShapeDtypeStruct((a.shape[0], a.shape[1] // k, *a.shape[2:]), a.dtype)
+
+    def minibatch(self, microbatch: Any) -> Any:
+        """The abstract minibatch that has a microbatch, with the rows of all processes."""
+        parts, k = self.schedule.num_row_groups * self.num_replicas, self.schedule.num_slices
+
+        def whole(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            positions = [k * n for n in a.shape[1:2]]
+            return jax.ShapeDtypeStruct((parts * a.shape[0], *positions, *a.shape[2:]), a.dtype)
+
+        return jax.tree.map(whole, microbatch)
+
+    def row_group(self, batch: Any, num_groups: int | None = None, *, whole: bool = False) -> Any:
+        """The abstract rows of a minibatch that go through the pipeline together: a microbatch, or all its slices.
+
+        Args:
+          batch: arrays or abstract arrays `[batch, ...]`; in several processes the rows that this one gives.
+          num_groups: the number per minibatch and replica; None: that of the schedule.
+          whole: whether `batch` has the rows of all processes.
+
+        Raises:
+          ValueError: if the minibatch cannot be cut into equal groups.
+        """
+        N = num_groups or self.schedule.num_row_groups
         batch = self.model.batch(batch)
         if not whole:
             batch = self.whole(batch)
@@ -236,6 +272,7 @@ class Settings:
             splits=splits,
             trainable=self.trainable,
             rerun=self._rerun,
+            num_slices=self.schedule.num_slices,
         )
 
     @property

@@ -43,10 +43,11 @@ class Plan:
 def is_wanted(name: str, asynchronous: bool) -> bool:
     """Returns whether a schedule trains, and is synchronous if it must be.
 
-    A small table tells. Every builder takes its size, and larger ones are of the same kind.
+    A small table tells. Every builder takes its size, and larger ones are of the same kind. Slices of
+    sequences are left out: layers are measured on whole ones.
     """
     table = build(name, 2, 8, {})
-    return not table.forward_only and (asynchronous or table.synchronous)
+    return not table.forward_only and table.num_slices == 1 and (asynchronous or table.synchronous)
 
 
 def hides_exchanges(profile: Profile, machine: Machine) -> bool:

@@ -18,6 +18,7 @@ from jpipe._util.foreign import shown
 from jpipe.costs import inner_layers
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.options.settings import Settings
+from jpipe.options.slices import MEASURED
 from jpipe.plan._axes import split
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
@@ -53,7 +54,9 @@ def profile_pipeline(
     """
     if num_microbatches is not None and (not hasattr(num_microbatches, "__index__") or num_microbatches < 1):
         raise ValueError(f"`num_microbatches` must be a whole number, at least 1, got {shown(num_microbatches)}.")
-    microbatch = settings.microbatch(batch, num_microbatches)
+    if settings.schedule.num_slices > 1:
+        raise ValueError(f"`profile`: {MEASURED}, got schedule {shown(settings.schedule.name)} with slices.")
+    microbatch = settings.row_group(batch, num_microbatches)
     key_impl = jax.config.jax_default_prng_impl
     traced = settings.trace(microbatch, key_impl)
     if whole is not None:

@@ -35,6 +35,7 @@ from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
 from jpipe.options.settings import Settings, same_shapes
+from jpipe.options.slices import check_states
 from jpipe.program.batches import Batches
 from jpipe.program.fresh import FreshArrays
 from jpipe.program.prediction import Predictor
@@ -80,6 +81,7 @@ class Program:
             settings.numbers.recompute,
             settings.num_replicas,
         )
+        check_states(self.stages, settings.numbers.recompute)
         _check_hooks(settings, traced)
         self.engine = TrainingPass(
             schedule=settings.schedule,
@@ -363,7 +365,7 @@ class Program:
     @property
     def minibatch(self) -> Any:
         """The abstract minibatch, with the rows of all processes."""
-        return self.batches.minibatch(self.microbatch)
+        return self.settings.minibatch(self.microbatch)
 
     @contextlib.contextmanager
     def profiled(self, after_step: Callable[[Any], None]) -> Iterator[None]:
@@ -401,7 +403,7 @@ class Program:
     def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array):
         state = self._state_of(arrays)
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        batch = self.batches.cut(batch)
+        batch = self.batches.microbatches(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
         return self._pack_outputs(state, self._metrics(totals))
 

@@ -24,21 +24,26 @@ class Batches:
 
     settings: Settings
 
-    def minibatch(self, microbatch: Any) -> Any:
-        """The abstract minibatch that has a microbatch, with the rows of all processes."""
-        parts = self.settings.schedule.num_microbatches * self.settings.num_replicas
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((parts * a.shape[0], *a.shape[1:]), a.dtype),
-            microbatch,
-        )
-
     def cut(self, batch: Any) -> Any:
-        """`[batch, ...]` to `[replicas, N, microbatch, ...]`: a replica gets consecutive rows."""
-        lead = self.settings.num_replicas, self.settings.schedule.num_microbatches
+        """`[batch, ...]` to `[replicas, groups, rows, ...]`: a replica gets consecutive rows."""
+        lead = self.settings.num_replicas, self.settings.schedule.num_row_groups
         return jax.tree.map(
             lambda a: jnp.reshape(a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])),
             batch,
         )
+
+    def microbatches(self, batch: Any) -> Any:
+        """`[batch, ...]` to `[replicas, N, microbatch, ...]`: the slices of a group of rows follow one another."""
+        k, groups = self.settings.schedule.num_slices, self.cut(batch)
+        if k == 1:
+            return groups
+
+        def sliced(a: jax.Array) -> jax.Array:
+            a = a.reshape(*a.shape[:3], k, a.shape[3] // k, *a.shape[4:])
+            a = jnp.moveaxis(a, 3, 2)
+            return a.reshape(a.shape[0], -1, *a.shape[3:])
+
+        return jax.tree.map(sliced, groups)
 
     def place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""

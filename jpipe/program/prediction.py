@@ -141,13 +141,13 @@ class Predictor:
 
     def _run_predict(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array) -> tuple:
         """The outputs, and a small array for `call_bounded`."""
-        engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
+        engine = self._forward_engine(self.settings.row_group(batch, whole=True))
         schedule, stages = self.settings.schedule, engine.stages
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding),
             engine.layout.global_shapes([BUFFERS]),
         )
-        N = schedule.num_microbatches
+        N = schedule.num_row_groups
         num_entered = (arrays["round"] + 1) * N
         kept = {
             name: {key: a for key, a in arrays[name].items() if key in group.shapes}
@@ -180,7 +180,7 @@ class Predictor:
 
     def rows_of(self, batch: Any) -> jax.Array:
         """The argument of prediction that holds the forward-only table for a padded batch."""
-        microbatch = self.settings.microbatch(batch, whole=True)
+        microbatch = self.settings.row_group(batch, whole=True)
         key = shapes_key(microbatch)
         if key not in self._forward_rows:
             self._forward_rows[key] = self._forward_engine(microbatch).place_rows()
@@ -200,7 +200,7 @@ class Predictor:
         traced = settings.trace_evaluation(microbatch, key_impl, self._traced)
         table = forward_only(
             schedule.num_stages,
-            schedule.num_microbatches,
+            schedule.num_row_groups,
             stage=schedule.stage,
             device=schedule.device,
         )

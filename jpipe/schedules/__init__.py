@@ -32,6 +32,8 @@ from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
 from jpipe.schedules.pipedream_2bw import refusal as _refusal_of_2bw
 from jpipe.schedules.pipemare import pipemare as pipemare
 from jpipe.schedules.pipemare import refusal as _refusal_of_pipemare
+from jpipe.schedules.seq_one_f_one_b import refusal as _refusal_of_seq_one_f_one_b
+from jpipe.schedules.seq_one_f_one_b import seq_one_f_one_b as seq_one_f_one_b
 from jpipe.schedules.zero_bubble import zb_v_refusal as _zb_v_refusal
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
@@ -55,6 +57,7 @@ __all__ = [
     "read",
     "refusal",
     "search",
+    "seq_one_f_one_b",
     "with_delays",
     "zero_bubble_h1",
     "zero_bubble_h2",
@@ -84,6 +87,7 @@ _BUILDERS = {
     "pipedream": _Entry(pipedream, _refusal_of_pipedream),
     "pipedream_2bw": _Entry(pipedream_2bw, _refusal_of_2bw),
     "pipemare": _Entry(pipemare, _refusal_of_pipemare),
+    "seq_one_f_one_b": _Entry(seq_one_f_one_b, _refusal_of_seq_one_f_one_b),
     "zero_bubble_h1": _Entry(zero_bubble_h1, wrong_counts),
     "zero_bubble_h2": _Entry(zero_bubble_h2, wrong_counts),
     "zero_bubble_v": _Entry(zero_bubble_v, _zb_v_refusal, stages_per_device=2),
@@ -99,6 +103,9 @@ _ALIASES = {
     "fill_drain": "gpipe",
     "interleaved_1f1b": "interleaved",
     "virtual_pipeline": "interleaved",
+    "seq1f1b": "seq_one_f_one_b",
+    "slimpipe": "seq_one_f_one_b",
+    "terapipe": "seq_one_f_one_b",
     "zb_h1": "zero_bubble_h1",
     "zb1p": "zero_bubble_h1",
     "zero_bubble": "zero_bubble_h1",

@@ -50,6 +50,11 @@ def emulated(schedule: Schedule) -> Schedule:
             f"`schedule` {shown(schedule.name)} only runs forward: emulation is for training, where the passes read "
             "weights of different ages. Pass a schedule that trains."
         )
+    if schedule.num_slices > 1:
+        raise ValueError(
+            f"`schedule` {shown(schedule.name)} has slices of sequences, whose backwards come in reverse order: "
+            "emulation runs one microbatch after the other. Slices change no number, so emulate a schedule without."
+        )
     if schedule.emulates is not None:
         return schedule
     forward, backward = schedule.forward_versions(), schedule.backward_versions()

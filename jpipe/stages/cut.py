@@ -29,7 +29,7 @@ from jpipe.gradients.sums import (
     PlacedSum,
     places_of,
 )
-from jpipe.layers.avals import num_bytes
+from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit, read_in_parts
@@ -63,6 +63,7 @@ class LayerRun:
       weight_stash: places of the stashed values that the weight gradient reads.
       split_residuals: places of the values that the input gradient computes and the weight gradient reads.
       shared: the values of the stash that are in one place for all layers of the run.
+      carry, carry_gradient: places of what goes from a slice of a sequence to the next one, and of the gradient by it.
     """
 
     kind: int
@@ -77,6 +78,8 @@ class LayerRun:
     weight_stash: tuple = ()
     split_residuals: tuple = ()
     shared: tuple[SharedValue, ...] = ()
+    carry: tuple = ()
+    carry_gradient: tuple = ()
 
     @property
     def gradient_places(self) -> list[Place]:
@@ -157,6 +160,7 @@ class Stages:
       input_stash: the packing of the stashed values that only the input gradient reads.
       weight_stash: the packing of the stashed values that the weight gradient reads.
       split_residuals: the packing of the values that the input gradient computes and the weight gradient reads.
+      carry, carry_gradient: the packings of what goes from slice to slice, and of the gradient by it.
       vectors: the leaves that lie in vectors, and the updates of these vectors.
       codecs: `[S - 1]`, the codec of each output leaf of a stage for the next stage.
       activations: the packing of messages; owner s is the message from stage s to stage s + 1.
@@ -186,6 +190,8 @@ class Stages:
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
+    carry: Packing
+    carry_gradient: Packing
     vectors: Vectors
     codecs: Sequence[tuple[LeafCodec, ...]]
     activations: Packing
@@ -444,6 +450,8 @@ _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "input_stash": lambda traced, k: traced.layer_kinds[k].stashed("input_stash"),
     "weight_stash": lambda traced, k: traced.layer_kinds[k].stashed("weight_stash"),
     "split_residuals": lambda traced, k: traced.layer_kinds[k].split_residuals,
+    "carry": lambda traced, k: traced.layer_kinds[k].carried,
+    "carry_gradient": lambda traced, k: [a for a in traced.layer_kinds[k].carried if is_inexact(a)],
 }
 # Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
 _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
@@ -452,6 +460,10 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
     "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
     "split_residuals": lambda traced, k: _split_residual_specs(traced, k),
+    "carry": lambda traced, k: [traced.values.spec(a.shape) for a in traced.layer_kinds[k].carried],
+    "carry_gradient": lambda traced, k: [
+        traced.values.spec(a.shape) for a in traced.layer_kinds[k].carried if is_inexact(a)
+    ],
 }
 
 

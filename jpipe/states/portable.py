@@ -85,12 +85,7 @@ def _with_position(state: PipelineState, leaves: Leaves) -> Portable:
 
 def minibatch_of(state: PipelineState) -> Any:
     """Abstract arrays shaped like a minibatch of the training."""
-    settings = state.program.settings
-    num_parts = settings.schedule.num_microbatches * settings.num_replicas
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((num_parts * a.shape[0], *a.shape[1:]), a.dtype),
-        state.program.microbatch,
-    )
+    return state.program.minibatch
 
 
 def _cut_again(leaves: Leaves, layers: Sequence[Layer]) -> Leaves:

@@ -300,7 +300,7 @@ def test_the_facts_of_every_schedule():
     for call, cells in rows:
         schedule = eval(f"jpipe.schedules.{call}", {"jpipe": jpipe})
         facts = schedule.facts()
-        share = schedule.num_stages // schedule.num_devices
+        share = schedule.num_stages // schedule.num_devices * schedule.num_slices
         delay = facts.forward_delay.tolist() if facts.forward_delay.any() else [0]
         assert schedule.num_devices == 4
         assert cells.split(" | ") == [

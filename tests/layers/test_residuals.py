@@ -111,7 +111,7 @@ def test_no_stash_is_cheaper(seed, rereads_weights, products):
     varying = varying_of(program)
     residuals = [v for v in variables(program.outputs) if v in varying]
     rerun = Rerun(rereads_weights, FLOPS_PER_BYTE if products else 0)
-    stash = cheapest_stash(program, program.inputs[:1], (), varying, residuals, rerun)
+    stash = cheapest_stash(program, program.inputs[:1], (), varying, residuals, rerun, {})
 
     def time(kept):
         return time_with(program, kept, residuals, rereads_weights, products)

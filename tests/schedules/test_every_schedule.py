@@ -21,6 +21,8 @@ TRAINING = [
     ("interleaved", {}),
     ("interleaved", {"ticks": "unit"}),
     ("interleaved", {"ticks": "overlapped"}),
+    ("seq_one_f_one_b", {}),
+    ("seq_one_f_one_b", {"ticks": "unit"}),
     ("zero_bubble_h1", {}),
     ("zero_bubble_h2", {}),
     ("zero_bubble_v", {}),
@@ -38,6 +40,8 @@ def fits(name: str, num_stages: int, num_microbatches: int) -> bool:
     """Whether the schedule exists for these counts."""
     num_devices, rest = divmod(num_stages, stages_a_device(name))
     grouped, filled = name == "interleaved", name == "dual_pipe_v"
+    if name == "seq_one_f_one_b" and num_microbatches % 2:  # slices of a sequence
+        return False
     return not (rest or (grouped and num_microbatches % num_devices) or (filled and num_microbatches < num_stages))
 
 

@@ -44,7 +44,8 @@ def activations(schedule: jpipe.Schedule) -> int:
 def test_the_page_has_all_synchronous_schedules():
     synchronous = {call.split("(")[0] for call, _, _ in ROWS}
     every = set(schedules.names())
-    assert every - synchronous == {"pipedream", "pipedream_2bw", "pipemare"}
+    # Slices are of positions, which the layers below do not have.
+    assert every - synchronous == {"pipedream", "pipedream_2bw", "pipemare", "seq_one_f_one_b"}
 
 
 @pytest.mark.parametrize(("call", "rings"), [row[:2] for row in ROWS])

@@ -32,6 +32,11 @@ OPTIONS = {
         {"max_delay": 1.5},
         {"max_delay": True},
     ],
+    "seq_one_f_one_b": [
+        *({"num_slices": slices} for slices in (0, 1, 2, 3, 1.5)),
+        {"ticks": "unit"},
+        {"ticks": "overlapped"},
+    ],
     "zero_bubble_h1": [{}],
     "zero_bubble_h2": [{}],
     "zero_bubble_v": [{}],
