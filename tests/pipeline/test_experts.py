@@ -1,5 +1,6 @@
 """Mixtures of experts in pipelines: the plain model's numbers at any layout, and the exchanges that theory says."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -12,10 +13,11 @@ import optax
 import pytest
 from collectives import collectives
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 from jpipe.layers.report import collect
+from jpipe.lowering.target import TARGETS
 from models import MixtureTransformer
 from models.mixture import Mixture, RouterState
 
@@ -59,6 +61,9 @@ SCHEDULES = {
     "zero bubble": jpipe.schedules.zero_bubble_h1,
     "interleaved": lambda S, N: jpipe.schedules.interleaved(2 * S, N, num_chunks=2),
     "2bw": jpipe.schedules.pipedream_2bw,
+    "overlapped 1f1b": lambda S, N: jpipe.schedules.one_f_one_b(S, 2 * N, ticks="overlapped"),
+    "overlapped interleaved": lambda S, N: jpipe.schedules.interleaved(2 * S, 2 * N, ticks="overlapped"),
+    "dual pipe": lambda S, N: jpipe.schedules.dual_pipe_v(2 * S, 2 * N),
 }
 
 
@@ -156,6 +161,37 @@ def test_training_equals_the_plain_model(axes, kind, schedule, rules):
         np.testing.assert_allclose(metrics["loss"], plain.losses[step], rtol=1e-5)
         for name, value in plain.values[step].items():
             np.testing.assert_allclose(metrics["aux"][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
+        norm = optax.tree.norm(plain.gradients[step])
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+    assert_close(pipe.get_params(state), plain.params, "float32")
+    assert_close(pipe.get_mutable_state(state), plain.states, "float32")
+
+
+PAIRED = [
+    # platform, kind, schedule, layers, programs of the pairs, options
+    ("cpu", CAPACITY, "overlapped 1f1b", 5, {(0, 0), (1, 1)}, {}),
+    ("gpu", BIAS, "dual pipe", 4, None, {}),
+    exhaustive("gpu", BIAS, "overlapped 1f1b", 4, None, {}),
+    exhaustive("cpu", CAPACITY, "overlapped interleaved", 6, None, {"recompute": "full"}),
+    exhaustive("gpu", CAPACITY, "overlapped interleaved", 4, None, {"overlap": True}),
+    exhaustive("cpu", DROPLESS, "dual pipe", 8, None, {}),
+    exhaustive("cpu", DROPLESS, "dual pipe", 5, None, {"overlap": True}),
+]
+
+
+@pytest.mark.parametrize("platform, kind, schedule, num_layers, pairs, options", PAIRED, ids=str)
+def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, pairs, options, monkeypatch):
+    """The forms of the programs for platforms that hide collectives of one pass under the other one."""
+    facts = dataclasses.replace(TARGETS[platform], pairs_passes=True)
+    monkeypatch.setitem(TARGETS, "cpu", facts)
+    pipe = pipeline({"expert": 2}, kind, schedule, num_layers, **options)
+    engine = pipe._program(batches()[0]).engine
+    print(engine.pairs, [p.stages for p in engine.stages.programs], engine.stages.lengths)
+    state = pipe.init(KEY, batches()[0])
+    plain = plain_training(pipe.get_params(state), kind)
+    for step, batch in enumerate(batches()):
+        state, metrics = pipe.step(with_nan_buffers(state, all_but="statistics"), batch)
+        np.testing.assert_allclose(metrics["loss"], plain.losses[step], rtol=1e-5)
         norm = optax.tree.norm(plain.gradients[step])
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     assert_close(pipe.get_params(state), plain.params, "float32")

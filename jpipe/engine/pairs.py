@@ -1,0 +1,79 @@
+"""Pairs: the forward and the backward of a tick in one branch, for layers that communicate.
+
+XLA starts a collective early and waits for it late, but it moves no operation into a branch or out of it. In one branch
+the collectives of one pass travel while the products of the other one are computed. `TrainingPass.pairs` says which
+programs run so. A device that has only one of both passes in a tick runs it in a branch of its own, as ever.
+
+Neither pass reads what the other one writes, but both use the rings of stashes. The slot that the backward reads is
+copied out of a ring before the forward writes its own slot, which then stays in place. XLA does not know that the slots
+differ, and would copy the whole ring if nothing kept this order.
+
+Layers are unrolled here, because a loop does not run beside another loop.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
+from jpipe.engine.context import TrainingStage
+from jpipe.engine.guard import Branch, replaced
+from jpipe.engine.operations import FORWARD_STASHES, OPERATIONS
+from jpipe.engine.scopes import Scope
+from jpipe.packing import is_on_host
+
+WEIGHTS = "parameters", "constants", "read_parameters"
+
+
+def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
+    """The branch of a forward of one stage and a backward of another one, or of another microbatch."""
+    forward_writes, backward_writes = OPERATIONS["forward"].writes(forward), OPERATIONS["backward"].writes(backward)
+    copied = [name for name in FORWARD_STASHES if name in forward_writes]
+    names = [*dict.fromkeys([*forward_writes, *backward_writes, "op_count"])]
+    forward = dataclasses.replace(forward, unrolls=True)
+    backward = dataclasses.replace(backward, unrolls=True, copied=frozenset(copied))
+
+    def run(written: Written, read: ReadOnly) -> Written:
+        arrays = TickArrays(**{name: getattr(record, name) for record in (written, read) for name in record})
+        slots, arrays = _with_slots(backward, arrays, copied)
+        arrays = _run("forward", forward, forward_writes, arrays)
+        after = {name: getattr(arrays, name) for name in copied}
+        arrays = _apart(arrays.replace(**slots), WEIGHTS, ())[1]
+        arrays = _run("backward", backward, backward_writes, arrays).replace(**after)
+        arrays = arrays.replace(op_count=arrays.op_count + 2)
+        return written.replace(**{name: getattr(arrays, name) for name in written})
+
+    return Branch("pair", names, run)
+
+
+def _run(name: str, stage: TrainingStage, writes: Sequence[str], arrays: TickArrays) -> TickArrays:
+    """Runs one of both passes."""
+    with jax.named_scope(Scope(name, stage.program.stages).text):
+        return replaced(arrays, OPERATIONS[name].run(stage, *arrays.split(writes)))
+
+
+def _with_slots(
+    stage: TrainingStage, arrays: TickArrays, copied: Sequence[str]
+) -> tuple[dict[str, Packed], TickArrays]:
+    """The slot of each ring that a backward reads, `[1, ...]`, and the arrays, of which nothing is read before."""
+    slots = {}
+    for ring in copied:
+        lead = stage.device.lead(ring, stage.scalars.slot(ring))
+        slots[ring] = {
+            name: lax.dynamic_index_in_dim(a, *lead(name), allow_negative_indices=False)
+            for name, a in getattr(arrays, ring).items()
+        }
+    return _apart(arrays, [*copied, "inbox", *WEIGHTS], slots)
+
+
+def _apart(arrays: TickArrays, names: Sequence[str], first: Any) -> tuple[Any, TickArrays]:
+    """The arrays, some of which the compiler does not read before `first`, and does not know to be what they are."""
+    values, structure = jax.tree.flatten({name: getattr(arrays, name) for name in names if name in arrays})
+    on_device = [a for a in values if not is_on_host(a)]
+    first, held = lax.optimization_barrier((first, on_device))
+    held = iter(held)
+    values = [a if is_on_host(a) else next(held) for a in values]
+    return first, arrays.replace(**jax.tree.unflatten(structure, values))
