@@ -4,16 +4,19 @@ XLA starts a collective early and waits for it late, but it moves no operation i
 the collectives of one pass travel while the products of the other one are computed. `TrainingPass.pairs` says which
 programs run so. A device that has only one of both passes in a tick runs it in a branch of its own, as ever.
 
-Neither pass reads what the other one writes, but both use the rings of stashes. The slot that the backward reads is
-copied out of a ring before the forward writes its own slot, which then stays in place. XLA does not know that the slots
-differ, and would copy the whole ring if nothing kept this order.
+Neither pass reads what the other one writes. Two barriers tell the compiler so:
+
+- Both use the rings of stashes. The slot that the backward reads is copied out of a ring before the forward writes its
+  own slot. XLA does not know that the slots differ, and would copy the whole ring without an order.
+- Both read weights, inboxes and the scalars of the tick. XLA joins operations that read one array into one kernel, and
+  then all of one pass waits for the other. So the backward reads values that the compiler does not know to be the same.
 
 Layers are unrolled here, because a loop does not run beside another loop.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import jax
 from jax import lax
@@ -25,7 +28,10 @@ from jpipe.engine.operations import FORWARD_STASHES, OPERATIONS
 from jpipe.engine.scopes import Scope
 from jpipe.packing import is_on_host
 
-WEIGHTS = "parameters", "constants", "read_parameters"
+Values = TypeVar("Values")
+
+SHARED = "parameters", "constants", "read_parameters", "inbox"
+"""What both passes read."""
 
 
 def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
@@ -41,8 +47,8 @@ def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
         slots, arrays = _with_slots(backward, arrays, copied)
         arrays = _run("forward", forward, forward_writes, arrays)
         after = {name: getattr(arrays, name) for name in copied}
-        arrays = _apart(arrays.replace(**slots), WEIGHTS, ())[1]
-        arrays = _run("backward", backward, backward_writes, arrays).replace(**after)
+        stage, arrays = _apart(backward, arrays.replace(**slots))
+        arrays = _run("backward", stage, backward_writes, arrays).replace(**after)
         arrays = arrays.replace(op_count=arrays.op_count + 2)
         return written.replace(**{name: getattr(arrays, name) for name in written})
 
@@ -57,23 +63,31 @@ def _run(name: str, stage: TrainingStage, writes: Sequence[str], arrays: TickArr
 
 def _with_slots(
     stage: TrainingStage, arrays: TickArrays, copied: Sequence[str]
-) -> tuple[dict[str, Packed], TickArrays]:
+) -> tuple[Mapping[str, Packed], TickArrays]:
     """The slot of each ring that a backward reads, `[1, ...]`, and the arrays, of which nothing is read before."""
-    slots = {}
+    slots: dict[str, Packed] = {}
     for ring in copied:
         lead = stage.device.lead(ring, stage.scalars.slot(ring))
         slots[ring] = {
             name: lax.dynamic_index_in_dim(a, *lead(name), allow_negative_indices=False)
             for name, a in getattr(arrays, ring).items()
         }
-    return _apart(arrays, [*copied, "inbox", *WEIGHTS], slots)
+    return _held_back(arrays, [*copied, *SHARED], slots)
 
 
-def _apart(arrays: TickArrays, names: Sequence[str], first: Any) -> tuple[Any, TickArrays]:
-    """The arrays, some of which the compiler does not read before `first`, and does not know to be what they are."""
+def _apart(stage: TrainingStage, arrays: TickArrays) -> tuple[TrainingStage, TickArrays]:
+    """A stage and its arrays, as values that no other pass reads."""
+    lane, device = stage.scalars, stage.device
+    scalars = lane.tick.values, device.layer_numbers
+    (values, numbers), arrays = _held_back(arrays, SHARED, scalars)
+    lane = dataclasses.replace(lane, tick=dataclasses.replace(lane.tick, values=values))
+    return dataclasses.replace(stage, scalars=lane, device=dataclasses.replace(device, layer_numbers=numbers)), arrays
+
+
+def _held_back(arrays: TickArrays, names: Sequence[str], first: Values) -> tuple[Values, TickArrays]:
+    """Some of the arrays as values that come after `first`, and which the compiler does not know to be the same."""
     values, structure = jax.tree.flatten({name: getattr(arrays, name) for name in names if name in arrays})
-    on_device = [a for a in values if not is_on_host(a)]
-    first, held = lax.optimization_barrier((first, on_device))
-    held = iter(held)
-    values = [a if is_on_host(a) else next(held) for a in values]
+    first, held = lax.optimization_barrier((first, [a for a in values if not is_on_host(a)]))
+    on_device = iter(held)
+    values = [a if is_on_host(a) else next(on_device) for a in values]
     return first, arrays.replace(**jax.tree.unflatten(structure, values))

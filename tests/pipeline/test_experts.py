@@ -168,25 +168,27 @@ def test_training_equals_the_plain_model(axes, kind, schedule, rules):
 
 
 PAIRED = [
-    # platform, kind, schedule, layers, programs of the pairs, options
-    ("cpu", CAPACITY, "overlapped 1f1b", 5, {(0, 0), (1, 1)}, {}),
-    ("gpu", BIAS, "dual pipe", 4, None, {}),
-    exhaustive("gpu", BIAS, "overlapped 1f1b", 4, None, {}),
-    exhaustive("cpu", CAPACITY, "overlapped interleaved", 6, None, {"recompute": "full"}),
-    exhaustive("gpu", CAPACITY, "overlapped interleaved", 4, None, {"overlap": True}),
-    exhaustive("cpu", DROPLESS, "dual pipe", 8, None, {}),
-    exhaustive("cpu", DROPLESS, "dual pipe", 5, None, {"overlap": True}),
+    # platform, kind, schedule, layers, options
+    ("cpu", CAPACITY, "overlapped 1f1b", 5, {}),
+    ("gpu", BIAS, "dual pipe", 4, {}),
+    exhaustive("gpu", BIAS, "overlapped 1f1b", 4, {}),
+    exhaustive("cpu", CAPACITY, "overlapped interleaved", 6, {"recompute": "full"}),
+    exhaustive("gpu", CAPACITY, "overlapped interleaved", 4, {"overlap": True}),
+    exhaustive("cpu", BIAS, "dual pipe", 8, {}),
+    exhaustive("cpu", DROPLESS, "dual pipe", 5, {"overlap": True}),
 ]
 
 
-@pytest.mark.parametrize("platform, kind, schedule, num_layers, pairs, options", PAIRED, ids=str)
-def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, pairs, options, monkeypatch):
-    """The forms of the programs for platforms that hide collectives of one pass under the other one."""
-    facts = dataclasses.replace(TARGETS[platform], pairs_passes=True)
-    monkeypatch.setitem(TARGETS, "cpu", facts)
+def pair_passes(monkeypatch, platform):
+    """Pipelines get the form for platforms that hide collectives of one pass under the other one."""
+    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(TARGETS[platform], pairs_passes=True, pair_options={}))
+
+
+@pytest.mark.parametrize("platform, kind, schedule, num_layers, options", PAIRED, ids=str)
+def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, options, monkeypatch):
+    pair_passes(monkeypatch, platform)
     pipe = pipeline({"expert": 2}, kind, schedule, num_layers, **options)
-    engine = pipe._program(batches()[0]).engine
-    print(engine.pairs, [p.stages for p in engine.stages.programs], engine.stages.lengths)
+    assert pipe._program(batches()[0]).engine.pairs
     state = pipe.init(KEY, batches()[0])
     plain = plain_training(pipe.get_params(state), kind)
     for step, batch in enumerate(batches()):
@@ -196,6 +198,31 @@ def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, pairs, 
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     assert_close(pipe.get_params(state), plain.params, "float32")
     assert_close(pipe.get_mutable_state(state), plain.states, "float32")
+
+
+def test_layers_without_collectives_have_no_pairs(monkeypatch):
+    def pairs(layer, **axes):
+        table, mesh = SCHEDULES["overlapped 1f1b"](2, N), jpipe.make_mesh(stage=2, **axes)
+        layers = [jpipe.Function(layer)] * 4
+        pipe = jpipe.Pipeline(layers, loss=square, optimizer=optax.sgd(1.0), schedule=table, mesh=mesh)
+        return pipe._program(batches()[0]).engine.pairs
+
+    def exchanges(x):
+        return across(x, "expert")
+
+    assert not pairs(exchanges, expert=2)  # devices of a CPU wait for each collective
+    pair_passes(monkeypatch, "cpu")
+    assert pairs(exchanges, expert=2) == [(0, 0), (1, 1)]
+    assert not pairs(jnp.tanh, expert=2)
+
+
+def square(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def across(x, axis):
+    rows = jax.sharding.PartitionSpec(axis)
+    return jax.shard_map(lambda x: jax.lax.all_gather(x, axis).mean(0), in_specs=rows, out_specs=rows)(x)
 
 
 @pytest.mark.exhaustive
