@@ -26,7 +26,7 @@ from jpipe.engine.context import TrainingStage
 from jpipe.engine.guard import Branch, replaced
 from jpipe.engine.operations import FORWARD_STASHES, OPERATIONS
 from jpipe.engine.scopes import Scope
-from jpipe.packing import is_on_host
+from jpipe.packing import is_on_host, row_of
 
 Values = TypeVar("Values")
 
@@ -40,7 +40,7 @@ def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
     copied = [name for name in FORWARD_STASHES if name in forward_writes]
     names = [*dict.fromkeys([*forward_writes, *backward_writes, "op_count"])]
     forward = dataclasses.replace(forward, unrolls=True)
-    backward = dataclasses.replace(backward, unrolls=True, copied=frozenset(copied))
+    backward = dataclasses.replace(backward, unrolls=True)
 
     def run(written: Written, read: ReadOnly) -> Written:
         arrays = TickArrays(**{name: getattr(record, name) for record in (written, read) for name in record})
@@ -48,6 +48,7 @@ def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
         arrays = _run("forward", forward, forward_writes, arrays)
         after = {name: getattr(arrays, name) for name in copied}
         stage, arrays = _apart(backward, arrays.replace(**slots))
+        stage = dataclasses.replace(stage, copied=frozenset(copied))
         arrays = _run("backward", stage, backward_writes, arrays).replace(**after)
         arrays = arrays.replace(op_count=arrays.op_count + 2)
         return written.replace(**{name: getattr(arrays, name) for name in written})
@@ -67,11 +68,9 @@ def _with_slots(
     """The slot of each ring that a backward reads, `[1, ...]`, and the arrays, of which nothing is read before."""
     slots: dict[str, Packed] = {}
     for ring in copied:
-        lead = stage.device.lead(ring, stage.scalars.slot(ring))
-        slots[ring] = {
-            name: lax.dynamic_index_in_dim(a, *lead(name), allow_negative_indices=False)
-            for name, a in getattr(arrays, ring).items()
-        }
+        lead, specs = stage.slot(ring), stage.spec.packings.rings[ring].specs
+        packed = getattr(arrays, ring)
+        slots[ring] = {name: row_of(a, lead(name), specs.get(name, ())) for name, a in packed.items()}
     return _held_back(arrays, [*copied, *SHARED], slots)
 
 
