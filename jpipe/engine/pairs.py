@@ -25,7 +25,7 @@ from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import TrainingStage
 from jpipe.engine.guard import Branch, replaced
 from jpipe.engine.operations import FORWARD_STASHES, OPERATIONS
-from jpipe.engine.scopes import Scope
+from jpipe.engine.scopes import PAIR, Scope
 from jpipe.packing import is_on_host, row_of
 
 Values = TypeVar("Values")
@@ -53,7 +53,7 @@ def pair(forward: TrainingStage, backward: TrainingStage) -> Branch:
         arrays = arrays.replace(op_count=arrays.op_count + 2)
         return written.replace(**{name: getattr(arrays, name) for name in written})
 
-    return Branch("pair", names, run)
+    return Branch(PAIR, names, run)
 
 
 def _run(name: str, stage: TrainingStage, writes: Sequence[str], arrays: TickArrays) -> TickArrays:
