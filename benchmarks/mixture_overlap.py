@@ -5,9 +5,9 @@
     benchmarks/gpu_env/bin/python benchmarks/mixture_overlap.py --chip h100  # `make gpu-compiler` makes the environment
     python benchmarks/mixture_overlap.py --redraw      # the table of the saved rows
 
-A transformer of 4 blocks, in bfloat16, with AdamW in float32; 8 experts of capacity 1. Each row is a table, with both
-passes of a tick in one branch (`jpipe.engine.pairs`), or as *apart* in two. Of the all-to-alls in the branches that
-a device takes in a tick with both passes:
+A transformer in bfloat16, with AdamW in float32; 8 experts of capacity 1. Each row is a table, with both passes of a
+tick in one branch (`jpipe.engine.pairs`), or as *apart* in two. Of the all-to-alls in the branches that a device takes
+in a tick with both passes:
 
 - *asynchronous*: how many have a start and a done;
 - *under compute*: how many of them have a matrix product between the two;
@@ -95,6 +95,7 @@ def compile_one(args: argparse.Namespace, name: str) -> dict[str, Any]:
     return {
         "chip": args.chip,
         "schedule": name,
+        "blocks": args.blocks,
         "recompute": args.recompute,
         "passes": "apart" if args.apart else "one branch",
         **counts(text),
@@ -138,12 +139,12 @@ def _under_compute(program: Program, lines: list[str], start: int) -> tuple[bool
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as Markdown."""
     lines = [
-        "| chip | schedule | recompute | passes | all-to-alls | asynchronous | under compute | of the other pass "
-        "| temporaries, MB | compiled in, s |",
-        "|---" * 10 + "|",
+        "| chip | schedule | blocks | recompute | passes | all-to-alls | asynchronous | under compute "
+        "| of the other pass | temporaries, MB | compiled in, s |",
+        "|---" * 11 + "|",
     ]
     lines += [
-        f"| {r['chip']} | `{r['schedule']}` | {r['recompute']} | {r['passes']} | {r['all_to_alls']} "
+        f"| {r['chip']} | `{r['schedule']}` | {r['blocks']} | {r['recompute']} | {r['passes']} | {r['all_to_alls']} "
         f"| {r['asynchronous']} | {r['under_compute']} | {r['of_the_other_pass']} "
         f"| {r['temporaries_mb']:.0f} | {r['compile_s']:.0f} |"
         for r in rows
@@ -151,8 +152,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _key(row: dict[str, Any]) -> list[str]:
-    return [row[name] for name in ("chip", "schedule", "recompute", "passes")]
+def _key(row: dict[str, Any]) -> list[Any]:
+    return [row[name] for name in ("chip", "schedule", "blocks", "recompute", "passes")]
 
 
 def main() -> None:
