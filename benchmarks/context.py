@@ -187,7 +187,7 @@ def read(text: str, length: int, num_blocks: int) -> dict:
             exchanges[channel] = scope[1], total * (group - 1) / group
             # TPUs run the steps of an all-gather in fusions with other operations.
             if "async_collective_fusion" in name:
-                hidden.update({channel} if any(_computes(program, other) for other in lines) else ())
+                hidden.update({channel} if any(computes(program, other) for other in lines) else ())
             elif kind[2] and _has_product(program, lines, i):
                 hidden.add(channel)
     sent = {
@@ -229,16 +229,17 @@ def _has_product(program: Program, lines: list[str], start: int) -> bool:
     for line in lines[start + 1 :]:
         if re.search(rf"-done\({re.escape(name)}[,)]", line):
             return False
-        if _computes(program, line):
+        if computes(program, line):
             return True
     return False
 
 
-def _computes(program: Program, line: str) -> bool:
+def computes(program: Program, line: str) -> bool:
+    """Whether an instruction is a matrix product, or calls a computation that has one."""
     if re.search(r" (dot|convolution)\(|__cublas|__triton_gemm", line):
         return True
     called = re.findall(r"(?:calls|body|to_apply)=(%[\w.\-]+)", line)
-    return any(_computes(program, inner) for name in called for inner in program.computations.get(name, ()))
+    return any(computes(program, inner) for name in called for inner in program.computations.get(name, ()))
 
 
 def table(rows: list[dict]) -> str:

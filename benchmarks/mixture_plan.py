@@ -24,8 +24,8 @@ hides count too. Recomputed ones do not.
 
 Columns: the layout, schedule and recomputation; bytes of a device and whether they fit; what the busiest device sends
 in a step along "expert", rows by all-to-alls and sums of gradients; the seconds of both; the share of them under
-compute if the devices overlap them; and the step without and with overlap. The compiled program does not overlap them
-yet (`docs/how_to/choose_schedule.md`), so the step without is the prediction for this library.
+compute if the devices overlap them; and the step without and with overlap. `mixture_overlap.py` says which of them a
+compiled program overlaps.
 """
 
 import argparse

@@ -512,6 +512,18 @@ def part_shape(shape: Sequence[int], spec: Sequence, sizes: Mapping[str, int]) -
     return tuple(size // math.prod(sizes[name] for name in names) for size, names in zip(shape, dims, strict=True))
 
 
+def row_of(array: jax.Array, lead: Sequence, spec: Sequence) -> jax.Array:
+    """One row of a packed array, `[1, ...]`, in the layout that all reads have: see `_row_major`.
+
+    Args:
+      array: the packed array.
+      lead: the index of the row.
+      spec: see `Packing.specs`; () for leaves that are not split.
+    """
+    row = lax.dynamic_index_in_dim(array, *lead, allow_negative_indices=False)
+    return row if any(spec) else _with_last_dim_innermost(row)
+
+
 def _row_major(place: Place, block: jax.Array) -> jax.Array:
     """Gives `block` a fixed layout on TPUs and GPUs: the last dim is innermost.
 

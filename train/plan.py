@@ -92,8 +92,8 @@ def parser() -> Parser:
     )
     model.add_argument(
         "--overlap",
-        action="store_true",
-        help="price devices that compute while the messages of `--axes` travel",
+        action=argparse.BooleanOptionalAction,
+        help="price devices that compute while the messages of `--axes` travel (default: on GPUs and TPUs)",
     )
     model.add_argument(
         "--profiles",
@@ -312,7 +312,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         memory_limit=args.memory or math.inf,
         num_cores=cores if shares_cores else None,
     )
-    machine = dataclasses.replace(machine, overlaps=args.overlap)
+    if args.overlap is not None:
+        machine = dataclasses.replace(machine, overlaps=args.overlap)
     if args.bandwidth is not None:
         machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
     decide = functools.partial(_decide, profiles, machine, config, args, argv)

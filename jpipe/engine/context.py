@@ -169,12 +169,16 @@ class StageContext:
       scalars: the scalars of the lane: its stage, microbatch, version and slots.
       columns: group -> the leading indices of the stage's column, read before the branch that the stage runs in;
         without an entry they are read where they are needed. See `runtime_index`.
+      unrolls: whether no loop runs over the layers: see `jpipe.engine.pairs`.
+      copied: the rings of stashes of which the stage gets a copy of its slot alone, `[1, ...]`.
     """
 
     device: Device
     program: StageProgram
     scalars: LaneScalars
     columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(default_factory=dict)
+    unrolls: bool = False
+    copied: frozenset[str] = frozenset()
 
     @property
     def spec(self) -> PassSpec:
@@ -192,6 +196,8 @@ class StageContext:
 
     def slot(self, ring: str) -> Callable[[str], Sequence]:
         """The leading indices of the slot of a ring of stashes that the lane reads or writes."""
+        if ring in self.copied:
+            return lambda name: [0]
         return self.device.lead(ring, self.scalars.slot(ring))
 
     @property

@@ -5,6 +5,7 @@ A tick runs these steps, in this order:
     load        stashes in host memory -> the device, while it computes
     receive     received messages   -> inbox slots
     embed       batch, on all devices; for an embedding that all devices share
+    pair        a forward and a backward of another microbatch, with layers that communicate: see `jpipe.engine.pairs`
     forward     inbox, batch        -> stashes, loss, outgoing activations
     commit      statistics          -> mutable state; with several columns per stage only
     head        loss, gradients, on all devices; for a head that all devices share
@@ -57,6 +58,7 @@ from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.losses import loss_of
 from jpipe.engine.operations import OPERATIONS, PREDICTION, Operation, Stage
+from jpipe.engine.pairs import pair
 from jpipe.engine.scopes import Scope, lane_scope, ticks_text
 from jpipe.engine.shapes import microbatch_shapes
 from jpipe.engine.spec import ForwardPass, PassSpec
@@ -310,8 +312,12 @@ def _tick(
     arrays = receive(spec, arrays, scalars, received)
     gradients = moved(arrays, after="backward", late=True)
     arrays = vocabulary.embed(device, scalars, arrays)
+    paired: jax.Array | bool = False
+    if training and training.spec.pairs:
+        arrays, gradients = receive(spec, arrays, scalars, gradients), {}
+        arrays, paired = _run_pair(training, scalars, arrays)
     if "forward" in phase.operations:
-        arrays = _run_operation("forward", device, scalars, arrays)
+        arrays = _run_operation("forward", device, scalars, arrays, paired)
     if training and "commit" in phase.operations and training.spec.commits:
         statistics = sum_over_copies(training, scalars, "commit", arrays.statistics)
         arrays = arrays.replace(statistics=statistics)
@@ -324,7 +330,7 @@ def _tick(
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
         if name in phase.operations:
-            arrays = _run_operation(name, device, scalars, arrays)
+            arrays = _run_operation(name, device, scalars, arrays, paired if name == "backward" else False)
     if training:
         arrays = vocabulary.embed_backward(training, scalars, arrays)
     if updates is not None and "update" in phase.operations:
@@ -367,21 +373,48 @@ def _update(
     return run_one_of(spec.lowered.target, number, [branch], arrays)
 
 
-def _run_operation(name: str, device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
-    """Runs an operation: every lane, and in it the program of the lane's stage."""
+def _run_operation(
+    name: str, device: Device, scalars: TickScalars, arrays: TickArrays, paired: jax.Array | bool = False
+) -> TickArrays:
+    """Runs an operation: every lane, and in it the program of the lane's stage.
+
+    Args:
+      name: the operation.
+      device: the device.
+      scalars: the scalars of the tick.
+      arrays: all arrays.
+      paired: bool `[]`, whether it has run already, in a pair.
+    """
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
-        columns = _columns(device, lane) if spec.lowered.target.indices_outside else {}
-        stages = [device.stage(p, lane, columns) for p in spec.stages.programs]
         branches = [
             _branch(name, stage) if _runs(spec, name, j, stage) else Branch(name, [], lambda written, _: written)
-            for stage in stages
+            for stage in _stages(device, lane)
         ]
         number = lane.branch if spec.drops_branches else lane.program
+        if paired is not False:
+            number = jnp.where(paired, -1, lane.program)
         with lane_scope(j):
             arrays = run_one_of(spec.lowered.target, number, branches, arrays)
     return arrays
+
+
+def _run_pair(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> tuple[TickArrays, jax.Array]:
+    """Runs a forward and a backward in one branch. Also returns bool `[]`, whether the device has both in this tick."""
+    spec, number = device.spec, jnp.int32(-1)
+    lanes = scalars.lane("forward", 0), scalars.lane("backward", 0)
+    forwards, backwards = (cast(Sequence[TrainingStage], _stages(device, lane)) for lane in lanes)
+    for k, (p, q) in enumerate(spec.pairs):
+        number = jnp.where((lanes[0].program == p) & (lanes[1].program == q), k, number)
+    branches = [pair(forwards[p], backwards[q]) for p, q in spec.pairs]
+    return run_one_of(spec.lowered.target, number, branches, arrays), number >= 0
+
+
+def _stages(device: Device, lane: LaneScalars) -> Sequence[StageContext]:
+    """Every stage program, for a lane."""
+    columns = _columns(device, lane) if device.spec.lowered.target.indices_outside else {}
+    return [device.stage(p, lane, columns) for p in device.spec.stages.programs]
 
 
 def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:

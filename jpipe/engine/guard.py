@@ -64,22 +64,22 @@ def run_one_of(
     if isinstance(number, int):
         branch = branches[number]
         with jax.named_scope(branch.name):
-            return _replaced(arrays, branch.run(*arrays.split(branch.writes)))
+            return replaced(arrays, branch.run(*arrays.split(branch.writes)))
     if not target.switches:
         for b, branch in enumerate(branches):
             written, read = arrays.split(branch.writes)
             with jax.named_scope(branch.name):
                 written = guarded(target, number == b, branch.run, written, read)
-            arrays = _replaced(arrays, written)
+            arrays = replaced(arrays, written)
         return arrays
     writes = [name for name in arrays if any(name in b.writes for b in branches)]
     written, read = arrays.split(writes)
     passed = functools.partial(_passed, target, number)
 
     def run(branch: Branch, written: Written) -> Written:
-        branch_arrays = _replaced(arrays, written).split(branch.writes)
+        branch_arrays = replaced(arrays, written).split(branch.writes)
         with jax.named_scope(branch.name):
-            result = _replaced(written, branch.run(*branch_arrays))
+            result = replaced(written, branch.run(*branch_arrays))
         # Other branches may write arrays that this one passes through.
         return jax.tree.map(
             lambda new, old: passed(old) if new is old else new,
@@ -88,7 +88,7 @@ def run_one_of(
         )
 
     runs = [functools.partial(run, branch) for branch in branches]
-    return _replaced(arrays, lax.switch(number + 1, [passed, *runs], written))
+    return replaced(arrays, lax.switch(number + 1, [passed, *runs], written))
 
 
 def guarded(
@@ -117,7 +117,8 @@ def _is_split_by_compiler() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
 
 
-def _replaced(arrays: Record, written: TickArrays) -> Record:
+def replaced(arrays: Record, written: TickArrays) -> Record:
+    """The record with the arrays of another one in the place of its own."""
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
 

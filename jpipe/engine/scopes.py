@@ -8,6 +8,9 @@ Example:
   Scope(operation='forward', stages=(1, 2, 3, 5))
   >>> TickPlace.of("jit(step)/ticks0-8/while/body/closed_call/forward/stage1-3/cond/branch_1_fun/dot_general")
   TickPlace(ticks=range(0, 8), operation='forward', lane=0, in_branch=True)
+  >>> TickPlace.of("jit(step)/ticks0-8/while/body/closed_call/pair/cond/branch_1_fun/backward/stage0/dot_general")
+  TickPlace(ticks=range(0, 8), operation='backward', lane=0, in_branch=True)
+  >>> Scope.found_in("jit(step)/while/body/pair/cond/branch_1_fun/forward/stage1-3,5/cond")
 """
 
 import contextlib
@@ -25,6 +28,9 @@ _PLACE = re.compile(
 _LANE = re.compile(r"/lane(\d+)/")
 _CHOSEN = re.compile(r"cond/branch_\d+_fun(/|$)")
 _RUN = re.compile(r"/cond/branch_1_fun(/|$)")
+
+PAIR = "pair"
+"""The name of a branch of both passes: see `jpipe.engine.pairs`. In it each pass has its own name."""
 
 
 def ticks_text(ticks: range) -> str:
@@ -68,7 +74,7 @@ class Scope(NamedTuple):
         branch.
         """
         match = _COND.search(op_name)
-        if match is None:
+        if match is None or f"/{PAIR}/" in op_name:  # a choice inside of one of both passes
             return None
         stages: list[int] = []
         for part in match[2].split(","):

@@ -76,7 +76,7 @@ def for_each_layer(
         return body(0, fetch(0), state)
     length = longest if len(lengths) == 1 else stage.scalars.num_layers(r)
     target = stage.spec.lowered.target
-    if target.loops_in_branches:
+    if target.loops_in_branches and not stage.unrolls:
 
         def number(turn: Any) -> Any:
             return length - 1 - turn if backwards else turn
@@ -93,7 +93,7 @@ def for_each_layer(
 
         last, state = lax.fori_loop(0, length - 1, ahead, (first, state))
         return body(number(length - 1), last, state)
-    # A GPU waits for the host before every turn of a loop inside of a branch.
+    # A GPU waits for the host before every turn of a loop inside of a branch, and pairs have no loops.
     for i in reversed(range(longest)) if backwards else range(longest):
         if i < min(lengths):
             state = body(i, fetch(i), state)

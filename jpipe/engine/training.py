@@ -14,6 +14,7 @@ from jpipe.engine.shapes import StatePackings
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.state import gradient_shapes
 from jpipe.gradients.sums import FACTORS
+from jpipe.layers import collectives
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.lowering.array_rows import ArrayRows
@@ -206,6 +207,19 @@ class TrainingPass(PassSpec):
         constants |= dict.fromkeys(self.updates.together, {**self._one_program, **stage_constants})
         return scalar_table(self.lowered, constants, self.rows, newest=False)
 
+    @functools.cached_property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The programs of a forward and a backward that run in one branch, if layers communicate: see
+        `jpipe.engine.pairs`. An embedding of all devices has one array for both passes, if a backward runs it again.
+        """
+        layers = self.stages.layer_kinds
+        communicates = any(kind.forward_equations.holds(collectives.NAMES) for kind in layers)
+        embeds_twice = self.numbers.runs_forward_again and self.stages.vocabulary.embedding is not None
+        if not (self.target.pairs_passes and communicates) or embeds_twice:
+            return []
+        program_of = self.stages.program_of_stage
+        return sorted({(program_of[s], program_of[r]) for s, r in self.lowered.pairs})
+
     @property
     def drops_branches(self) -> bool:
         """See `PassSpec`.
@@ -213,7 +227,7 @@ class TrainingPass(PassSpec):
         A forward and its recomputation are in branches,
         because XLA would compute both at once and keep what the forward makes.
         """
-        return self.target.drops_branches and not self.numbers.runs_forward_again
+        return self.target.drops_branches and not self.numbers.runs_forward_again and not self.pairs
 
     @functools.cached_property
     def tick_stashes(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +99,14 @@ class Equations:
             values = bind(eqn, [value_of(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values))
         return [_array(v) if isinstance(v, jex.Literal) else env[v] for v in self.outputs]
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Returns whether any primitive of these names is among the equations, or in a jaxpr that one of them holds."""
+
+        def is_in(equations: Iterable) -> bool:
+            return any(eqn.primitive.name in names or any(is_in(j.eqns) for j in jaxprs_in(eqn)) for eqn in equations)
+
+        return is_in(self.equations)
 
     def slice(self, inputs: Sequence, outputs: Sequence, *, effects: bool = False) -> "Equations":
         """The equations that compute the variables `outputs` from the variables `inputs`.

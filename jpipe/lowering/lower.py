@@ -145,6 +145,18 @@ class Lowered:
         ]
 
     @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The stages of a forward and a backward that a device runs in one tick; none if one reads what the other
+        writes in some tick, or several columns of a device run in one.
+        """
+        forward, backward = self.operations["forward"], self.operations["backward"]
+        if forward.num_lanes > 1 or backward.num_lanes > 1 or self.schedule.has_copies:
+            return set()
+        both = (forward.stage >= 0) & (backward.stage >= 0)
+        of_one = both & (forward.column == backward.column) & (forward.microbatch == backward.microbatch)
+        return set() if of_one.any() else set(zip(forward.stage[both].tolist(), backward.stage[both].tolist()))
+
+    @property
     def updates(self) -> np.ndarray:
         """bool `[T]`, whether any device updates."""
         return np.any(self.operations["update"].stage >= 0, axis=(1, 2))

@@ -47,10 +47,13 @@ class Target:
         other branches write.
       ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages
         that it does not have.
+      pairs_passes: whether the forward and the backward of a tick run in one branch, if the table lets them and layers
+        communicate. XLA moves a collective under the products of its own branch alone.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
+      pair_options: options that come on top of them where both passes run in one branch.
       profiled_options: options that come on top of them in a step that a profiler watches.
     """
 
@@ -65,8 +68,10 @@ class Target:
     few_arrays: bool = False
     ends_apart: bool = False
     sums_by_permutes: bool = False
+    pairs_passes: bool = False
     flops_per_byte: float = 0.0
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    pair_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     profiled_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -75,7 +80,13 @@ class Target:
 CPU = Target(flops_per_byte=200)
 
 # Products in bfloat16, of v4 to v5e: 275 TFLOPS at 1.2 TB/s, 197 TFLOPS at 0.8 TB/s.
-TPU = Target(sums_by_permutes=True, flops_per_byte=240)
+TPU = Target(
+    sums_by_permutes=True,
+    flops_per_byte=240,
+    pairs_passes=True,
+    # By default an all-to-all of a TPU has no start and no done.
+    pair_options={"xla_tpu_enable_async_all_to_all": True},
+)
 
 GPU = Target(
     switches=True,
@@ -91,6 +102,7 @@ GPU = Target(
     drops_branches=True,
     few_arrays=True,
     ends_apart=True,
+    pairs_passes=True,
     compiler_options={
         # Buffers stay in place where live ranges are analysed by region.
         "xla_gpu_copy_insertion_use_region_analysis": True,

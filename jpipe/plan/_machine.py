@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe._processes.sharing import from_first, gather
 from jpipe.engine.calls import public
 from jpipe.layers.layer import InitApply
+from jpipe.lowering.target import target_of
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.schedules import gpipe
@@ -34,7 +35,7 @@ def measure_machine(
     of a step, of a tick and of a byte. Then loops of matrix products run on all devices, with and
     without a message after each turn, in short and long turns: that gives the cost of waiting at
     the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
-    the tick the more.
+    the tick the more. Whether collectives of layers pass under compute (`Machine.overlaps`) is known of the platform.
 
     Of several processes every one must call it with the number of all devices. They get what process 0 measured.
 
@@ -78,6 +79,7 @@ def measure_machine(
         step=step,
         num_cores=num_cores,
         cores_per_device=cores_per_device,
+        overlaps=target_of(jax.default_backend()).pairs_passes,
     )
 
 

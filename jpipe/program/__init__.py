@@ -114,6 +114,7 @@ class Program:
         )
         compiler_options = {
             **self.engine.target.compiler_options,
+            **(self.engine.target.pair_options if self.engine.pairs else {}),
             **settings.compiler_options,
         }
         options["compiler_options"] = compiler_options

@@ -10,7 +10,7 @@ from families import COPIES_IN_TURN, HAND_WRITTEN, two_columns_a_device, v_place
 
 from jpipe.lowering.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
-from jpipe.schedules import forward_only, gpipe, one_f_one_b, pipedream, zero_bubble_v
+from jpipe.schedules import dual_pipe_v, forward_only, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble_v
 
 
 def paired_round(S, N, device=None):
@@ -464,6 +464,43 @@ def test_forwards_before_all_backwards_are_a_phase():
 def test_one_phase(table):
     (phase,) = lower(table).phases
     assert (phase.start, phase.stop) == (0, table.num_ticks)
+
+
+def stages_of_pairs(table):
+    """The stages of a forward and a backward in one tick of a device, read from the table."""
+    found, columns = set(), range(table.num_columns)
+    for t, c, d in itertools.product(range(table.num_ticks), columns, columns):
+        m, n = table.forward[t, c], table.backward[t, d]
+        if IDLE not in (m, n) and table.device[c] == table.device[d]:
+            if (m, c) == (n, d):
+                return set()
+            found.add((int(table.stage[c]), int(table.stage[d])))
+    return found
+
+
+@pytest.mark.parametrize(
+    "table, num_pairs",
+    [
+        (one_f_one_b(4, 8, ticks="overlapped"), 4),
+        (interleaved(4, 8, ticks="overlapped"), None),
+        (dual_pipe_v(4, 6), None),
+        (one_f_one_b(4, 8), 0),  # the last stage has both passes of one microbatch
+        (one_f_one_b(4, 8, ticks="unit"), 0),
+        (interleaved(4, 8), 0),
+        (gpipe(4, 8), 0),
+        (pipedream(4, 8), 0),
+        (one_f_one_b(2, 4, replicas=(3, 1)), 0),
+    ],
+    ids=repr,
+)
+def test_pairs_are_passes_that_do_not_wait_for_each_other(table, num_pairs):
+    pairs = lower(table).pairs
+    if num_pairs is None:
+        assert len(pairs) > 2
+    else:
+        assert len(pairs) == num_pairs
+    if not table.has_copies:
+        assert pairs == stages_of_pairs(table)
 
 
 def test_copies_commit_in_the_phase_of_forwards():

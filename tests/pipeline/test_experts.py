@@ -1,5 +1,6 @@
 """Mixtures of experts in pipelines: the plain model's numbers at any layout, and the exchanges that theory says."""
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -12,10 +13,11 @@ import optax
 import pytest
 from collectives import collectives
 from flax import nnx
-from helpers import assert_close
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 from jpipe.layers.report import collect
+from jpipe.lowering.target import TARGETS
 from models import MixtureTransformer
 from models.mixture import Mixture, RouterState
 
@@ -59,6 +61,9 @@ SCHEDULES = {
     "zero bubble": jpipe.schedules.zero_bubble_h1,
     "interleaved": lambda S, N: jpipe.schedules.interleaved(2 * S, N, num_chunks=2),
     "2bw": jpipe.schedules.pipedream_2bw,
+    "overlapped 1f1b": lambda S, N: jpipe.schedules.one_f_one_b(S, 2 * N, ticks="overlapped"),
+    "overlapped interleaved": lambda S, N: jpipe.schedules.interleaved(2 * S, 2 * N, ticks="overlapped"),
+    "dual pipe": lambda S, N: jpipe.schedules.dual_pipe_v(2 * S, 2 * N),
 }
 
 
@@ -160,6 +165,64 @@ def test_training_equals_the_plain_model(axes, kind, schedule, rules):
         np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     assert_close(pipe.get_params(state), plain.params, "float32")
     assert_close(pipe.get_mutable_state(state), plain.states, "float32")
+
+
+PAIRED = [
+    # platform, kind, schedule, layers, options
+    ("cpu", CAPACITY, "overlapped 1f1b", 5, {}),
+    ("gpu", BIAS, "dual pipe", 4, {}),
+    exhaustive("gpu", BIAS, "overlapped 1f1b", 4, {}),
+    exhaustive("cpu", CAPACITY, "overlapped interleaved", 6, {"recompute": "full"}),
+    exhaustive("gpu", CAPACITY, "overlapped interleaved", 4, {"overlap": True}),
+    exhaustive("cpu", BIAS, "dual pipe", 8, {}),
+    exhaustive("cpu", DROPLESS, "dual pipe", 5, {"overlap": True}),
+]
+
+
+def pair_passes(monkeypatch, platform):
+    """Pipelines get the form for platforms that hide collectives of one pass under the other one."""
+    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(TARGETS[platform], pairs_passes=True, pair_options={}))
+
+
+@pytest.mark.parametrize("platform, kind, schedule, num_layers, options", PAIRED, ids=str)
+def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, options, monkeypatch):
+    pair_passes(monkeypatch, platform)
+    pipe = pipeline({"expert": 2}, kind, schedule, num_layers, **options)
+    assert pipe._program(batches()[0]).engine.pairs
+    state = pipe.init(KEY, batches()[0])
+    plain = plain_training(pipe.get_params(state), kind)
+    for step, batch in enumerate(batches()):
+        state, metrics = pipe.step(with_nan_buffers(state, all_but="statistics"), batch)
+        np.testing.assert_allclose(metrics["loss"], plain.losses[step], rtol=1e-5)
+        norm = optax.tree.norm(plain.gradients[step])
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
+    assert_close(pipe.get_params(state), plain.params, "float32")
+    assert_close(pipe.get_mutable_state(state), plain.states, "float32")
+
+
+def test_layers_without_collectives_have_no_pairs(monkeypatch):
+    def pairs(layer, **axes):
+        table, mesh = SCHEDULES["overlapped 1f1b"](2, N), jpipe.make_mesh(stage=2, **axes)
+        layers = [jpipe.Function(layer)] * 4
+        pipe = jpipe.Pipeline(layers, loss=square, optimizer=optax.sgd(1.0), schedule=table, mesh=mesh)
+        return pipe._program(batches()[0]).engine.pairs
+
+    def exchanges(x):
+        return across(x, "expert")
+
+    assert not pairs(exchanges, expert=2)  # devices of a CPU wait for each collective
+    pair_passes(monkeypatch, "cpu")
+    assert pairs(exchanges, expert=2)
+    assert not pairs(jnp.tanh, expert=2)
+
+
+def square(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def across(x, axis):
+    rows = jax.sharding.PartitionSpec(axis)
+    return jax.shard_map(lambda x: jax.lax.all_gather(x, axis).mean(0), in_specs=rows, out_specs=rows)(x)
 
 
 @pytest.mark.exhaustive
