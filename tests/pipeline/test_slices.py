@@ -172,6 +172,7 @@ def test_gradients_are_those_of_whole_sequences(num_stages, num_slices):
         {"mesh": {"stage": 2, "model": 2}},
         {"mesh": {"stage": 2, "fsdp": 2}, "batch": batch_of(rows=8)},
         {"overlap": True},
+        {"offload": jpipe.Offload(activations=3)},
     ],
     ids=lambda o: "-".join(o),
 )
