@@ -264,6 +264,46 @@ def _layer_extra(
     return [key, *packing.read_all(mutable_state, run.state, column, i), *turn]
 
 
+class _Statistics:
+    """Adds the statistics of layers to those of the minibatch.
+
+    They are few numbers. Where the platform joins writes, those of all layers are written at once.
+
+    Args:
+      stage: the stage.
+      statistics: those of the minibatch so far; None: they are not kept.
+    """
+
+    def __init__(self, stage: StageContext, statistics: Packed | None):
+        self._stage = stage
+        self._row = () if statistics is None else stage.column("statistics")
+        self._joined_at = stage.runtime_index(0)
+        self._joined: list[tuple[Place, jax.Array]] = []
+
+    def added(self, statistics: Packed, r: int, i: Any, records: Sequence[jax.Array]) -> Packed:
+        """The statistics with those of layer i of run r, or as they are until `written`."""
+        stage, run = self._stage, self._stage.program.runs[r]
+        places: Sequence[Place] = run.statistics
+        at = stage.runtime_index(i)
+        joins = stage.joins and i < min(_lengths(stage, r))
+        if joins:
+            places, at = [place.alone(i) for place in places], self._joined_at
+        kept = packing.read_all(statistics, places, self._row, at)
+        kept = _with_microbatch(stage, stage.stages.mutable[run.kind], kept, records)
+        if joins:
+            self._joined.extend(zip(places, kept, strict=True))
+            return statistics
+        return packing.write_all(statistics, places, self._row, kept, at, joined=True)
+
+    def written(self, statistics: Packed | None) -> Packed | None:
+        """The statistics with all that was joined."""
+        if not self._joined:
+            return statistics
+        assert statistics is not None
+        places, kept = zip(*self._joined)
+        return packing.write_all(statistics, places, self._row, kept, self._joined_at, joined=True)
+
+
 def _with_microbatch(
     stage: StageContext,
     update: StateUpdate,
@@ -334,10 +374,7 @@ def run_layers(
     moving = mutable_state if moves_state else None
     carry = carry or {}
     handing = carry if hands_on else None
-    row = stage.column("statistics") if statistics is not None else ()
-    # The statistics of all layers are few numbers, which are written at once.
-    joined_at = stage.runtime_index(0)
-    joined: list[tuple[Place, jax.Array]] = []
+    sums = _Statistics(stage, statistics)
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
@@ -369,17 +406,7 @@ def run_layers(
             update = stage.stages.mutable[run.kind]
             records, new = aux[: update.num_recorded], aux[update.num_recorded :]
             if statistics is not None and records:
-                places: Sequence = run.statistics
-                at = stage.runtime_index(i)
-                joins = stage.joins and i < min(_lengths(stage, r))
-                if joins:
-                    places, at = [place.alone(i) for place in places], joined_at
-                kept = packing.read_all(statistics, places, row, at)
-                kept = _with_microbatch(stage, update, kept, records)
-                if joins:
-                    joined.extend(zip(places, kept, strict=True))
-                else:
-                    statistics = packing.write_all(statistics, places, row, kept, at, joined=True)
+                statistics = sums.added(statistics, r, i, records)
             if moving is not None and update.sequence:
                 moved = [run.state[j] for j in update.sequence]
                 values = update.sequence_values(extra[1:], new)
@@ -392,9 +419,5 @@ def run_layers(
         y, rings, statistics, moving, handing = for_each_layer(stage, r, layer, before, fetch=fetch)
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
-    if joined:
-        assert statistics is not None
-        places, kept = zip(*joined)
-        statistics = packing.write_all(statistics, places, row, kept, joined_at, joined=True)
     moved = mutable_state if moving is None else moving
-    return LayersResult(x, skips, rings, statistics, moved, carry if handing is None else handing)
+    return LayersResult(x, skips, rings, sums.written(statistics), moved, carry if handing is None else handing)

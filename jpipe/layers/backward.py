@@ -409,16 +409,13 @@ def _layer_program(
         made=functools.cache(
             functools.partial(_layer_program, arguments, trained, given, forward, backward, gradients, recomputes)
         ),
-        values=_layer_values(
-            layer_inputs[: len(layer_inputs) - given.num_carried],
-            forward.results[: num_outputs - given.num_carried],
-            stash,
-        ),
+        values=_layer_values(layer_inputs, forward.results[:num_outputs], stash, given.num_carried),
     )
 
 
-def _layer_values(inputs: Sequence, outputs: Sequence, stash: Sequence) -> LayerValues:
-    """The values of a layer, from its variables."""
+def _layer_values(inputs: Sequence, outputs: Sequence, stash: Sequence, num_carried: int) -> LayerValues:
+    """The values of a layer, from its variables. What goes from slice to slice, at the end, no other layer has."""
+    inputs, outputs = inputs[: len(inputs) - num_carried], outputs[: len(outputs) - num_carried]
     input_at = {v: i for i, v in enumerate(inputs)}
     output_at: dict[Any, int] = {}
     for i, v in enumerate(outputs):

@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
-from jpipe._util.foreign import shown
 from jpipe.layers import mapped
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
@@ -29,6 +28,7 @@ from jpipe.layers.trainable import ALL, Trainable
 from jpipe.lowering.target import target_of
 from jpipe.lowering.versions import num_versions_of
 from jpipe.mesh import DATA, STAGE, compilers_part, on_platform, row_axes
+from jpipe.options import slices
 from jpipe.options.checks import batch_size
 from jpipe.options.communication import Communication
 from jpipe.options.numbers import Numbers
@@ -133,21 +133,7 @@ class Settings:
         Raises:
           ValueError: if the minibatch cannot be cut into equal microbatches.
         """
-        return jax.tree.map(self._slice, self.row_group(batch, whole=whole))
-
-    def _slice(self, a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """The part of an entry of a group of rows that one of its slices has."""
-        k = self.schedule.num_slices
-        if k == 1:
-            return a
-        if len(a.shape) < 2 or a.shape[1] % k:
-            raise ValueError(
-                f"schedule {shown(self.schedule.name)} cuts the positions of a sequence, dim 1 of each entry of the "
-                f"batch, in {k} equal slices, and an entry of a microbatch has shape {list(a.shape)}. Use sequences of "
-                f"a multiple of {k} positions, or another `num_slices`; what belongs to a whole row must be given for "
-                "each position."
-            )
-        return jax.ShapeDtypeStruct((a.shape[0], a.shape[1] // k, *a.shape[2:]), a.dtype)
+        return slices.microbatch(self.schedule, self.row_group(batch, whole=whole))
 
     def minibatch(self, microbatch: Any) -> Any:
         """The abstract minibatch that has a microbatch, with the rows of all processes."""

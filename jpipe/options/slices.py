@@ -1,7 +1,9 @@
-"""What a schedule with slices of sequences excludes: each is refused before anything is compiled."""
+"""The slices of sequences of a schedule: their shapes, and what they exclude, before anything is compiled."""
 
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from jpipe._util.foreign import shown
 from jpipe.layers.loss import WholeBatchLoss
@@ -13,6 +15,31 @@ from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
 
 MEASURED = "layers are measured on whole sequences, which a pipeline without slices can do"
+
+
+def microbatch(schedule: Schedule, row_group: Any) -> Any:
+    """The abstract microbatch of a group of rows: the group, or one of its slices.
+
+    Args:
+      schedule: the table.
+      row_group: abstract arrays `[rows, positions, ...]`, of any shape without slices.
+
+    Raises:
+      ValueError: if the positions cannot be cut into equal slices.
+    """
+    k = schedule.num_slices
+
+    def part(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if len(a.shape) < 2 or a.shape[1] % k:
+            raise ValueError(
+                f"schedule {shown(schedule.name)} cuts the positions of a sequence, dim 1 of each entry of the "
+                f"batch, in {k} equal slices, and an entry of a microbatch has shape {list(a.shape)}. Use sequences of "
+                f"a multiple of {k} positions, or another `num_slices`; what belongs to a whole row must be given for "
+                "each position."
+            )
+        return jax.ShapeDtypeStruct((a.shape[0], a.shape[1] // k, *a.shape[2:]), a.dtype)
+
+    return row_group if k == 1 else jax.tree.map(part, row_group)
 
 
 def check_slices(
