@@ -157,7 +157,8 @@ def methods_table(name, cls):
     members = {name: value for each in bases for name, value in vars(each).items()}.items()
     for each, value in sorted(members, key=lambda item: isinstance(item[1], property)):
         text = inspect.getdoc(value)
-        if not each.startswith("_") and text and not isinstance(value, type):
+        is_method = inspect.isroutine(value) or isinstance(value, property | functools.cached_property)
+        if not each.startswith("_") and text and is_method:
             kind = "attr" if isinstance(value, property) else "meth"
             first = " ".join(text.partition("\n\n")[0].split())
             sentence = re.split(r"(?<=[.;])\s", first)[0].rstrip(";")
