@@ -15,12 +15,13 @@ from jpipe._util import in_flight
 from jpipe.schedules import gpipe, one_f_one_b, pipemare
 
 STEPS = 2000
-BATCH = {k: np.ones((8, 2), np.float32) for k in ("inputs", "targets")}
+BATCH = {k: np.ones((8, 2, 2), np.float32) for k in ("inputs", "targets")}
 
 SCHEDULES = {
     "gpipe": gpipe(2, 4),
     "one_f_one_b/paired": one_f_one_b(2, 4, ticks="paired"),
     "one_f_one_b/unit": one_f_one_b(2, 4, ticks="unit"),
+    "seq_one_f_one_b": jpipe.schedules.seq_one_f_one_b(2, 4, num_slices=2),
     "interleaved": jpipe.schedules.interleaved(4, 4),
     "zero_bubble_h1": jpipe.schedules.zero_bubble_h1(2, 4),
     "zero_bubble_h2": jpipe.schedules.zero_bubble_h2(2, 4),

@@ -209,8 +209,9 @@ def test_integer_parameters_have_no_gradient():
         def __call__(self, x):
             return x
 
+    pipe = make([LINEAR, Counts])
     with refused(r"layer 1 \(Counts\): parameter 'counts' has dtype int32, which has no gradient"):
-        make([LINEAR, Counts])
+        pipe.init(KEY, batch_of(4))
 
 
 def test_function_takes_a_callable():

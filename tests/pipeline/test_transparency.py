@@ -140,6 +140,7 @@ def test_every_pair_is_covered():
     named = {schedule for _, schedule, *_ in not_slow}
     builders = {name: getattr(jpipe.schedules, name) for name in jpipe.schedules.names()}
     synchronous = {name for name, build in builders.items() if name != "forward_only" and build(2, 4).synchronous}
+    synchronous -= {"seq_one_f_one_b"}  # its microbatches are slices of sequences: see test_slices.py
     assert {name.partition("/")[0] for name in named} >= synchronous
     possible = set().union(*map(pairs, rows_that_can_occur(values)))
     covered = set().union(*map(pairs, not_slow))
