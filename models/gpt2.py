@@ -18,7 +18,7 @@ import jpipe
 from jpipe import vocabulary
 from models import checks
 from models.sharding import constrain, named
-from models.sublayers import narrowing, widening
+from models.sublayers import narrowing, next_words, widening
 
 _KERNEL = nnx.initializers.normal(0.02)
 
@@ -154,8 +154,4 @@ class GPT2Decoder(nnx.Module):
         )
         for block in self.blocks:
             x = block(x, segment_ids)
-        x = constrain(self.norm(x), "batch", "positions", None)
-        matrix = self.words.embedding[...].astype(x.dtype)
-        if labels is not None:
-            return vocabulary.chunked_cross_entropy(x, matrix, labels)
-        return constrain(x @ matrix.T, "batch", "positions", "vocab")
+        return next_words(self.norm(x), self.words.embedding[...], labels)

@@ -31,7 +31,7 @@ import jpipe
 from jpipe import vocabulary
 from models import checks
 from models.sharding import constrain, named
-from models.sublayers import narrowing, widening
+from models.sublayers import narrowing, next_words, widening
 
 _KERNEL = nnx.initializers.normal(0.02)
 _ACTIVATIONS = {"silu": nnx.silu, "gelu_tanh": functools.partial(nnx.gelu, approximate=True)}
@@ -369,9 +369,5 @@ class Decoder(nnx.Module):
             positions = jnp.arange(tokens.shape[1])[None]
         for block in self.blocks:
             x = block(x, positions, segment_ids)
-        x = constrain(self.norm(x), "batch", "positions", None)
         matrix = self.embed.embedding[...] if self.config.tie_embeddings else self.head.kernel[...].T
-        matrix = matrix.astype(x.dtype)
-        if labels is not None:
-            return vocabulary.chunked_cross_entropy(x, matrix, labels)
-        return constrain(x @ matrix.T, "batch", "positions", "vocab")
+        return next_words(self.norm(x), matrix, labels)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jpipe
+from jpipe import vocabulary
 from models.sharding import constrain, named
 
 
@@ -44,6 +45,23 @@ def word_matrix(vocab_size: int, dim: int, init: nnx.Initializer, rngs: nnx.Rngs
     """A vector for each word, `[V, D]`, for logits."""
     matrix = named(init, "vocab", "embed")
     return nnx.Param(matrix(rngs.params(), (vocab_size, dim), jnp.float32))
+
+
+def next_words(x: jax.Array, matrix: jax.Array, labels: jax.Array | None) -> jax.Array:
+    """The logits of the next words, or the losses of given ones, whose logits are then never all there at once.
+
+    Args:
+      x: `[B, T, D]`, the inputs of the head.
+      matrix: `[V, D]`, in any dtype.
+      labels: integers `[B, T]`, negative where none counts; None: logits are wanted.
+
+    Returns:
+      Logits `[B, T, V]`, or losses `[B, T]` in nats.
+    """
+    x, matrix = constrain(x, "batch", "positions", None), matrix.astype(x.dtype)
+    if labels is not None:
+        return vocabulary.chunked_cross_entropy(x, matrix, labels)
+    return constrain(x @ matrix.T, "batch", "positions", "vocab")
 
 
 def attend_heads(

@@ -15,6 +15,7 @@ from jpipe.engine.arrays import Packed
 from jpipe.engine.context import StageContext
 from jpipe.layers.backward import LayerProgram
 from jpipe.lowering.lower import CARRIES
+from jpipe.packing import Place
 from jpipe.stages.cut import LayerRun
 
 CARRY, CARRY_GRADIENT = CARRIES
@@ -22,30 +23,27 @@ CARRY, CARRY_GRADIENT = CARRIES
 
 def handed_before(stage: StageContext, carry: Packed, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
     """What layer i of a run has handed on."""
-    return packing.read_all(carry, run.carry, stage.slot(CARRY), i) if run.carry else []
+    return _read(stage, CARRY, carry, run.carry, i)
 
 
 def with_handed(
     stage: StageContext, carry: Packed, run: LayerRun, i: jax.Array | int, values: Sequence[jax.Array]
 ) -> Packed:
     """The packed values, with those that layer i of a run hands on."""
-    if not run.carry:
-        return carry
-    return packing.write_all(carry, run.carry, stage.slot(CARRY), values, i, joined=stage.joins)
+    return _with(stage, CARRY, carry, run.carry, i, values)
 
 
 def kept(stage: StageContext, carry: Packed, run: LayerRun, kind: LayerProgram, i: jax.Array | int) -> list[jax.Array]:
     """The values of `LayerProgram.kept` of layer i of a run."""
     first = len(kind.inputs) - kind.num_carried
-    places = [run.carry[j - first] for j in kind.kept]
-    return packing.read_all(carry, places, stage.slot(CARRY), i) if places else []
+    return _read(stage, CARRY, carry, [run.carry[j - first] for j in kind.kept], i)
 
 
 def gradient_after(stage: StageContext, gradient: Packed, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
     """The gradient by what layer i of a run hands on, from the slice after."""
     if not run.carry_gradient:
         return []
-    values = packing.read_all(gradient, run.carry_gradient, stage.slot(CARRY_GRADIENT), i)
+    values = _read(stage, CARRY_GRADIENT, gradient, run.carry_gradient, i)
     is_last = stage.slice_number == stage.spec.schedule.num_slices - 1
     return [jnp.where(is_last, 0, a) for a in values]
 
@@ -54,6 +52,23 @@ def with_gradient(
     stage: StageContext, gradient: Packed, run: LayerRun, i: jax.Array | int, values: Sequence[jax.Array]
 ) -> Packed:
     """The packed gradients, with that for the slice before of layer i of a run."""
-    if not run.carry_gradient:
-        return gradient
-    return packing.write_all(gradient, run.carry_gradient, stage.slot(CARRY_GRADIENT), values, i, joined=stage.joins)
+    return _with(stage, CARRY_GRADIENT, gradient, run.carry_gradient, i, values)
+
+
+def _read(
+    stage: StageContext, ring: str, packed: Packed, places: Sequence[Place], i: jax.Array | int
+) -> list[jax.Array]:
+    """The values of layer i in a slot of a ring, which tables without slices lack."""
+    return packing.read_all(packed, places, stage.slot(ring), i) if places else []
+
+
+def _with(
+    stage: StageContext,
+    ring: str,
+    packed: Packed,
+    places: Sequence[Place],
+    i: jax.Array | int,
+    values: Sequence[jax.Array],
+) -> Packed:
+    """The ring, with values of layer i in a slot."""
+    return packing.write_all(packed, places, stage.slot(ring), values, i, joined=stage.joins) if places else packed

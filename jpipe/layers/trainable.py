@@ -72,13 +72,13 @@ class Trainable:
         Raises:
           ValueError: if the choice says nothing of a parameter, or a filter fails.
         """
-        leaves = jax.tree.leaves(layer.parameters)
+        leaves, paths = jax.tree.leaves(layer.parameters), _paths([layer], index)
         if self is ALL:
             trained = [True] * len(leaves)
         else:
             values = jax.tree.leaves(layer.variables, is_leaf=_is_variable) or leaves
-            trained = [self._trains(*path, value) for path, value in zip(_paths([layer], index), values, strict=True)]
-        for (_, path), is_trained, leaf in zip(_paths([layer], index), trained, leaves, strict=True):
+            trained = [self._trains(*path, value) for path, value in zip(paths, values, strict=True)]
+        for (_, path), is_trained, leaf in zip(paths, trained, leaves, strict=True):
             if is_trained and not is_inexact(leaf):
                 raise ValueError(
                     f"layer {index} ({layer.name}): parameter {_text(path)} has dtype {leaf.dtype}, which has no "
