@@ -54,7 +54,7 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
         variables.pop("intermediates", None)
         return parameters, variables
 
-    key, init = jax.random.key(0), on_same_mesh(init)
+    key, init = jax.eval_shape(jax.random.key, 0), on_same_mesh(init)
     try:
         parameters, state = abstract(jax.eval_shape(init, key))
         with recording() as calls:

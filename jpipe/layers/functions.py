@@ -44,7 +44,7 @@ def from_pair(layer: InitApply, index: int) -> Layer:
 
         init = on_same_mesh(init)
         try:
-            parameters = abstract(jax.eval_shape(init, jax.random.key(0)))
+            parameters = abstract(jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)))
         except Exception as error:
             raise ValueError(f"layer {index} ({layer.name}): `init(key, inputs)` failed: {error}") from error
         check_leaves(parameters, {}, layer.name, index)

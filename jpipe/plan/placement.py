@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jpipe._util.warn import warn
 from jpipe.costs import inner_layers
@@ -197,7 +197,7 @@ def bandwidth_of(settings: Settings) -> float:
     if len(local) < 2:
         return NETWORK
     size = 2**24
-    a = jax.device_put(jnp.zeros(size // 4, jnp.float32), local[0]).block_until_ready()
+    a = jax.device_put(np.zeros(size // 4, np.float32), local[0]).block_until_ready()
     seconds = []
     for _ in range(7):
         start = time.perf_counter()
