@@ -199,6 +199,13 @@ def test_files_that_are_named_exist(page):
     assert missing <= {"configs/planned.py", "docs/_build/html"}  # commands write them
 
 
+def test_tests_that_are_named_exist():
+    named = [pair for page in PAGES for pair in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / page).read_text())]
+    assert named
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+
+
 def test_every_page_is_in_the_navigation():
     listed = {
         entry
