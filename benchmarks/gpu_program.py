@@ -82,6 +82,9 @@ class Work:
       self_copied: MB of copies of a buffer onto itself, which the runtime does not leave out.
       transposed: MB of arrays that are only written in another order of their dims.
       written: MB that kernels write.
+      traffic: MB that kernels without products, and copies, read and write.
+      moved: the part of these of kernels and copies that only bring numbers to another place or dtype.
+      cast: the part of these of kernels that change the dtype.
       host_waits: how often the device waits for the host.
     """
 
@@ -93,6 +96,9 @@ class Work:
     self_copied: float = 0.0
     transposed: float = 0.0
     written: float = 0.0
+    traffic: float = 0.0
+    moved: float = 0.0
+    cast: float = 0.0
     host_waits: int = 0
 
 
@@ -242,6 +248,7 @@ class Step:
                     _add_moved(work, result.size / 1e6, times)
         elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
             work.kernels += times
+        self._add_traffic(work, instruction, times)
         if name in self._recorded:
             return
         if opcode == "conditional":
@@ -249,6 +256,19 @@ class Step:
         elif opcode == "while" and instruction.trip_count is None:
             # The host asks before every turn, and once more to learn that there is none.
             work.host_waits += times * (_turns(instruction, activity) + 1)
+
+    def _add_traffic(self, work: Work, instruction: Instruction, times: int) -> None:
+        opcode = instruction.opcode
+        is_copy = opcode in ("copy", "copy-start")
+        is_kernel = opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done"))
+        if self.hlo.is_product(instruction) or not (is_copy or is_kernel):
+            return
+        megabytes = times * (2 * instruction.bytes if is_copy else self.hlo.traffic(instruction)) / 1e6
+        work.traffic += megabytes
+        if is_copy or self.hlo.only_moves(instruction):
+            work.moved += megabytes
+            inside = self.hlo.fused(instruction) if opcode == "fusion" else [instruction]
+            work.cast += megabytes * any(i.opcode == "convert" for i in inside)
 
     def _add_copy(self, work: Work, copy: Instruction, times: int) -> None:
         megabytes = copy.bytes / 1e6

@@ -92,6 +92,9 @@ COLUMNS = (
     "onto itself, MB",
     "transposed, MB",
     "written, MB",
+    "traffic, MB",
+    "moved, MB",
+    "cast, MB",
     "temporaries, GB",
     "state, GB",
     "host waits per tick",
@@ -141,6 +144,8 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
         return ", ".join(f"{label} {work[name]:,}" for label, work in ticks.items())
 
     def most(name: str) -> str:
+        if name not in busy[0]:  # an older row
+            return "-"
         most_busy = _number(max(work[name] for work in busy))
         return most_busy if idle is None else f"{most_busy}; {_number(idle[name])}"
 
@@ -160,6 +165,9 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
         most("self_copied"),
         most("transposed"),
         most("written"),
+        most("traffic"),
+        most("moved"),
+        most("cast"),
         f"{row['temporaries_gb']:.2f}",
         f"{row['state_gb']:.2f}",
         "; ".join(map(str, waits)),

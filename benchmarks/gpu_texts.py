@@ -16,6 +16,9 @@ _BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
 
 # Operations that move an array, perhaps in another layout, and compute nothing.
 _MOVES = {"parameter", "copy", "transpose", "bitcast"}
+# Operations that change at most the place, the order or the dtype of numbers.
+_SLICES = {"slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
+_RENAMES = {"reshape", "convert", "tuple", "get-tuple-element", "constant", "broadcast", "pad"}
 # Operations that do not change where the array of a `dynamic-update-slice` comes from.
 _VIEWS = {"bitcast", "reshape", "convert"}
 
@@ -202,6 +205,25 @@ class Hlo:
             and all(i.opcode in _MOVES for i in self.fused(instruction))
         )
 
+    def only_moves(self, instruction: Instruction) -> bool:
+        """Whether an instruction only brings numbers to another place or dtype. It may compute the place."""
+        inside = self.fused(instruction) if instruction.opcode == "fusion" else [instruction]
+        moves = _MOVES | _SLICES | _RENAMES
+        return all(i.opcode in moves or re.match(r"(s32|u32|pred)\[\]", i.shape) for i in inside)
+
+    def traffic(self, kernel: Instruction) -> int:
+        """Bytes that a kernel reads and writes. Of a slice these are the bytes of the slice."""
+        if kernel.opcode == "fusion":
+            inside = self.fused(kernel)
+            read = sum(_read_bytes(i, inside) for i in inside if i.opcode == "parameter")
+            return read + sum(result.written for result in self.results(kernel))
+        if kernel.opcode == "dynamic-update-slice":
+            return 2 * self.by_name[kernel.operands[1]].bytes
+        if kernel.opcode in ("slice", "dynamic-slice"):
+            return 2 * kernel.bytes
+        operands = (self.by_name[name] for name in kernel.operands if name in self.by_name)
+        return kernel.bytes + sum(operand.bytes for operand in operands)
+
     def results(self, fusion: Instruction) -> Iterator["Result"]:
         """The arrays that a fusion writes."""
         inside = self.fused(fusion)
@@ -225,6 +247,21 @@ class Hlo:
                         written = by_name[result.operands[1]].bytes
                     operand = int(re.search(r"parameter\((\d+)\)", array.line)[1])
             yield Result(index, by_name[name].bytes, written, operand)
+
+
+def _read_bytes(array: Instruction, inside: Sequence[Instruction]) -> int:
+    """Bytes that the instructions of a fusion read of an array."""
+    read = 0
+    for i in inside:
+        if array.name not in i.operands:
+            continue
+        if i.opcode in ("bitcast", "reshape"):
+            read += _read_bytes(i, inside)
+        elif i.opcode in ("slice", "dynamic-slice") and i.operands[0] == array.name:
+            read += i.bytes
+        elif i.opcode != "dynamic-update-slice" or i.operands[0] != array.name:  # that one writes
+            return array.bytes
+    return min(read, array.bytes)
 
 
 def _reads_only_what_it_writes(

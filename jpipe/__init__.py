@@ -49,6 +49,7 @@ _MODULE_OF = {
     "merge_lora": "jpipe.layers.lora",
     "carry": "jpipe._slices",
     "first_position": "jpipe._slices",
+    "sequence_length": "jpipe._slices",
     "whole_sequence": "jpipe._slices",
     "WholeBatchLoss": "jpipe.layers.loss",
     "load_params": "jpipe.checkpoints",
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
     from jpipe._attention import attention as attention
     from jpipe._slices import carry as carry
     from jpipe._slices import first_position as first_position
+    from jpipe._slices import sequence_length as sequence_length
     from jpipe._slices import whole_sequence as whole_sequence
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError

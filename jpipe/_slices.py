@@ -182,6 +182,26 @@ def first_position() -> jax.Array | int:
     return 0 if current is None else current.number * current.length
 
 
+@suggests
+def sequence_length(length: int) -> int:
+    """The positions of the whole sequence of which a layer sees `length`: `length` itself for whole sequences.
+
+    A layer with a table of positions checks with it that the table is long enough.
+
+    Args:
+      length: positions of the slice.
+
+    Returns:
+      `length`, or k times as many in a schedule with k slices.
+
+    Example:
+      >>> sequence_length(8)
+      8
+    """
+    current = _CURRENT.get()
+    return length if current is None else current.num_slices * length
+
+
 def first_of_slice(length: int) -> jax.Array:
     """int32 `[]`, the position at which the current slice begins in an array that has `length` positions of it."""
     current = _CURRENT.get()

@@ -49,7 +49,7 @@ class Embedding(nnx.Module):
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] integers -> [B, T, D]
-        checks.fits(tokens.shape[1], self.position.num_embeddings)
+        checks.fits(jpipe.sequence_length(tokens.shape[1]), self.position.num_embeddings)
         positions = self.position(jpipe.first_position() + jnp.arange(tokens.shape[1]))
         words = vocabulary.lookup(self.token.embedding[...], tokens)
         words = constrain(words, "batch", "positions", None)

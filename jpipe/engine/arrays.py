@@ -33,6 +33,7 @@ class TickArrays:
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
       carry: packed values that go from a slice of a sequence to the next one, `[K, ...]`.
       carry_gradient: packed gradients by them, which go from a slice to the one before, `[K, ...]`.
+      cast_weights: use -> those of its weights that are cast once, packed like them: see `jpipe.engine.cast_weights`.
       constants: packed weights that are frozen, `[R, ...]`.
       count: int32 `[1]`, finished microbatches.
       embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
@@ -79,6 +80,7 @@ class TickArrays:
     batches: Any
     carry: Packed
     carry_gradient: Packed
+    cast_weights: Mapping[str, Packed]
     constants: Packed
     count: jax.Array
     embedded: list[jax.Array]

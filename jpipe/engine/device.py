@@ -48,6 +48,7 @@ from jax import lax
 
 from jpipe.engine import spills, vocabulary
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, TickStash, Written
+from jpipe.engine.cast_weights import recasts, with_cast_weights
 from jpipe.engine.context import (
     Device,
     StageContext,
@@ -113,7 +114,8 @@ def training_pass(spec: TrainingPass, inputs: PassInputs) -> tuple[dict[str, Any
     batch, batches = _take_batch(device, held.get("batches"), batch)
     if batches is not None:
         held["batches"] = batches
-    arrays = TickArrays(**held, **_empty_results(spec), **loss_of(spec).arrays(spec))
+    arrays = TickArrays(**held, **_empty_results(spec), **loss_of(spec).arrays(spec), cast_weights={})
+    arrays = with_cast_weights(spec, arrays)
     device = device.with_weights(weights).with_batch(batch)
     arrays = _scan(device, inputs.rows[0], arrays)
     arrays = arrays.replace(parameters={name: {**arrays.constants, **arrays.parameters}[name] for name in parameters})
@@ -138,7 +140,7 @@ def forward_pass(spec: ForwardPass, inputs: PassInputs) -> list[jax.Array]:
         held["batches"] = batches
     N, (leaves, _) = spec.schedule.num_microbatches, spec.stages.outputs
     outputs = [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]
-    arrays = TickArrays(**held, outputs=outputs)
+    arrays = with_cast_weights(spec, TickArrays(**held, outputs=outputs, cast_weights={}))
     return _scan(device.with_batch(batch), inputs.rows[0], arrays).outputs
 
 
@@ -364,7 +366,8 @@ def _update(
     number: jax.Array | int = 0
     if not (updates is True or spec.updates_in_every_tick):
         number = jnp.where(updates, 0, -1)
-    writes = [name for name in UPDATE_WRITES if name in arrays]
+    names = [*UPDATE_WRITES, *["cast_weights"] * recasts(spec)]
+    writes = [name for name in names if name in arrays]
 
     def run(written: Written, _: ReadOnly) -> Written:
         return cast(Written, update(device, scalars, updates, written))

@@ -30,7 +30,7 @@ from jpipe.packing import is_on_host, row_of
 
 Values = TypeVar("Values")
 
-SHARED = "parameters", "constants", "read_parameters", "inbox"
+SHARED = "parameters", "constants", "read_parameters", "cast_weights", "inbox"
 """What both passes read."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jpipe.engine.apply import Apply, apply_writes
 from jpipe.engine.arrays import TickArrays, Written
+from jpipe.engine.cast_weights import recast_weights
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import for_each_lane, run_program
 from jpipe.engine.norms import gradient_norms
@@ -100,6 +101,7 @@ def update(
     arrays = reduction.spread(arrays)
     for copies in spec.ties:
         arrays = copy_tied_weights(device, copies, arrays)
+    arrays = recast_weights(device, scalars, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
 
 

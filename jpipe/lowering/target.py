@@ -43,6 +43,8 @@ class Target:
         collective.
       drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers
         in place.
+      casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
+        backward. A GPU runs casts as kernels of their own.
       few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
         other branches write.
       ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages
@@ -65,6 +67,7 @@ class Target:
     updates_between_ticks: bool = False
     updates_in_every_tick: bool = False
     drops_branches: bool = False
+    casts_once: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
     sums_by_permutes: bool = False
@@ -100,6 +103,7 @@ GPU = Target(
     updates_between_ticks=True,
     updates_in_every_tick=True,
     drops_branches=True,
+    casts_once=True,
     few_arrays=True,
     ends_apart=True,
     pairs_passes=True,

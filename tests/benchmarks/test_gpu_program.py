@@ -202,6 +202,11 @@ def test_work_of_a_tick():
     assert busy.transposed == 2.0  # `copy.3` and `fusion.4`
     # 3 layers of 16 bytes, a row of the ring and 16 bytes, the transpose.
     assert busy.written == pytest.approx((3 * 16 + 1000 + 16 + 1e6) / 1e6)
+    # The slice reads a row of the ring and a number; the transpose and two copies read and write the ring. Layers add.
+    slice_and_ring = 1000 + 4 + 1000 + 16 + 6e6
+    assert busy.moved == pytest.approx(slice_and_ring / 1e6)
+    assert busy.traffic == pytest.approx((slice_and_ring + 3 * 32) / 1e6)
+    assert busy.cast == 0
     assert busy.host_waits == 1  # the update's conditional is recorded
 
     idle = program.tick(loop, gpu.Activity())
@@ -255,6 +260,36 @@ ENTRY %main (x: f32[1000,250], y: s32[]) -> f32[1000,250] {{
 """)
     (result,) = program.results(program.by_name["%fusion"])
     assert result.written == written
+
+
+@pytest.mark.parametrize(
+    ("computed", "traffic", "only_moves"),
+    [
+        # A row of 250 numbers of four bytes is read, and one of two bytes is written.
+        ("%old = f32[1,250]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,250}", 1000 + 500, True),
+        ("%old = f32[1,250]{1,0} dynamic-slice(%a, %k, %i), dynamic_slice_sizes={1,250}", 1000 + 500, True),
+        ("%b = f32[1000,250]{1,0} negate(%a)\n  %old = f32[1,250]{1,0} slice(%b)", 1e6 + 500, False),
+    ],
+)
+def test_bytes_of_a_cast(computed, traffic, only_moves):
+    program = texts.Hlo(f"""\
+%fused (a: f32[1000,250], i: s32[]) -> bf16[1,250] {{
+  %a = f32[1000,250]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %k = s32[] add(%i, %i)
+  {computed}
+  ROOT %new = bf16[1,250]{{1,0}} convert(%old)
+}}
+
+ENTRY %main (x: f32[1000,250], y: s32[]) -> bf16[1,250] {{
+  %x = f32[1000,250]{{1,0}} parameter(0)
+  %y = s32[] parameter(1)
+  ROOT %fusion = bf16[1,250]{{1,0}} fusion(%x, %y), kind=kLoop, calls=%fused
+}}
+""")
+    fusion = program.by_name["%fusion"]
+    assert program.traffic(fusion) == pytest.approx(traffic, abs=4)  # and the number of the row
+    assert program.only_moves(fusion) == only_moves
 
 
 def test_permutes():

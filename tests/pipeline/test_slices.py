@@ -15,6 +15,7 @@ from helpers import assert_close, refused, use_target, with_nan_buffers
 
 import jpipe
 from jpipe.layers.trace import forward_and_backward
+from models import Transformer
 
 DIM, HEADS, KEY_HEADS, HEAD, ROWS, POSITIONS = 8, 4, 2, 2, 4, 8
 
@@ -384,6 +385,13 @@ def test_batches_that_cannot_be_cut():
     refuse("a batch of 3 cannot be cut into 2 equal microbatches", pipe, batch_of(rows=3))
 
 
+def test_a_table_of_positions_must_hold_the_whole_sequence():
+    layers = Transformer(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=2).layers()
+    tokens = np.zeros((ROWS, 8), np.int32)  # each of 2 slices would fit
+    pipe = jpipe.Pipeline(layers, loss=mean, optimizer=optax.sgd(1.0), schedule=sliced(2, 4, 2))
+    refuse("the input has 8 positions, but `seq_len` of the model is 6", pipe, {"inputs": tokens})
+
+
 def test_a_state_has_moved_on_when_a_forward_runs_again():
     pipe = pipeline(("recurrence", "jpipe"), sliced(2, 4, 2), recompute="full")
     refuse(r'layer 0 .*jpipe.carry.*recompute="full"', pipe, batch_of())
@@ -428,6 +436,7 @@ def test_a_table_is_not_emulated_or_walked():
 
 
 def test_functions_outside_of_a_pipeline():
+    assert jpipe.sequence_length(8) == 8
     x = jnp.arange(6.0).reshape(1, 6)
     assert jpipe.whole_sequence(x) is x
     assert jpipe.first_position() == 0
