@@ -5,7 +5,7 @@ casts are kernels of their own, which read four bytes of each weight and write t
 begins, and those of a stage again after its update, if a later tick reads them. The copies are temporaries of the step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -70,17 +70,10 @@ def weights_for(read: TickArrays, weight_pass: str) -> Packed:
     return {**read.constants, **_sources(read)[newest], **cast.get("constants", {}), **cast.get(newest, {})}
 
 
-def read_weights(
-    stored: Packing, arrays: Packed, places: Sequence[Place], lead: packing.Lead, i: jax.Array | int = 0
-) -> list[jax.Array]:
-    """The weights at some places, in the dtypes that they are stored in. A layer casts them back, and XLA removes both
-    casts.
-    """
-    values = packing.read_all(arrays, places, lead, i)
-    return [
-        value.astype(stored.arrays[place.array].dtype) if place.array else value
-        for place, value in zip(places, values, strict=True)
-    ]
+def read_weight(stored: Packing, arrays: Packed, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
+    """The weight at a place, in the dtype that it is stored in. A layer casts it back, and XLA removes both casts."""
+    value = packing.read(arrays, place, lead, i)
+    return value.astype(stored.arrays[place.array].dtype) if place.array else value
 
 
 def _sources(arrays: TickArrays) -> Mapping[str, Packed]:

@@ -1,14 +1,17 @@
 """The weights of a stage for its layers: fetched from host memory, gathered, and cast."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.cast_weights import read_weights, weights_for
+from jpipe.engine.cast_weights import read_weight, weights_for
 from jpipe.engine.context import StageContext
 from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
@@ -27,17 +30,21 @@ class StageWeights(NamedTuple):
       stage: the stage.
       arrays: arrays with the weights.
       mutable_state: the mutable state of the layers.
+      small: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each is
+        read alone.
     """
 
     stage: StageContext
     arrays: Packed
     mutable_state: Packed
+    small: Mapping[tuple[Place, Any], jax.Array]
 
     @classmethod
     def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         constants = read.mutable_state if "mutable_state" in read else {}
-        return cls(stage, weights_for(read, weight_pass), constants)
+        arrays = weights_for(read, weight_pass)
+        return cls(stage, arrays, constants, _small_at_once(stage, arrays))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
         """Brings the weights of layer i of a run that are in host memory to the device."""
@@ -53,9 +60,15 @@ class StageWeights(NamedTuple):
           fetched: the result of `fetch`.
         """
         from_host, stored = iter(fetched), self.stage.stages.parameters
-        near = [place for place in run.parameters if not place.on_host]
-        on_device = iter(read_weights(stored, self.arrays, near, self.stage.version, i))
-        values = [next(from_host if place.on_host else on_device) for place in run.parameters]
+
+        def value(place: Place) -> jax.Array:
+            if place.on_host:
+                return next(from_host)
+            if self.small and (place, i) in self.small:
+                return self.small[place, i].astype(stored.arrays[place.array].dtype)
+            return read_weight(stored, self.arrays, place, self.stage.version, i)
+
+        values = [value(place) for place in run.parameters]
         dtype = self.stage.spec.numbers.compute_dtype
         return gathered_along_fsdp(run.parameters, values, dtype)
 
@@ -65,6 +78,40 @@ class StageWeights(NamedTuple):
         places = [run.state[j - 1] for j in kind.constants]  # the key comes before the state
         constants = packing.read_all(self.mutable_state, places, column, i)
         return [*self.layer_weights(run, i, fetched), *constants]
+
+
+_SMALL = 2**14
+"""The most numbers of a weight that is read together with others."""
+
+
+def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
+    """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
+
+    Layers have many biases and scales, and a GPU starts a kernel for each that is read. XLA joins reads of one size to
+    one kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel
+    copies the weights, and a few others read them.
+    """
+    dtype = stage.spec.numbers.compute_dtype
+    if not stage.joins or dtype is None:
+        return {}
+    small: dict[tuple[Place, Any], jax.Array] = {}
+    groups: dict[Any, dict] = {}
+    for run in stage.program.runs:
+        for place in run.parameters:
+            stored_dtype = arrays[place.array].dtype
+            alone = place.on_host or any(place.spec) or not jnp.issubdtype(stored_dtype, jnp.floating)
+            if not alone and math.prod(place.shape) <= _SMALL:
+                for i in range(run.longest):
+                    value = packing.read(arrays, place, stage.version, i)
+                    groups.setdefault(stored_dtype, {})[place, i] = value
+    for values in groups.values():
+        ends = np.cumsum([value.size for value in values.values()])[:-1]
+        flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
+        parts = jnp.split(lax.optimization_barrier(flat), ends)
+        cast = lax.optimization_barrier([part.astype(dtype) for part in parts])
+        for (key, value), part in zip(values.items(), cast, strict=True):
+            small[key] = part.reshape(value.shape)
+    return small
 
 
 def gathered_along_fsdp(
