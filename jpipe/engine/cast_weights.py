@@ -63,11 +63,13 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: Record)
     return run_lanes(device, scalars, "cast", ["cast_weights"], recast, arrays)
 
 
-def weights_for(read: TickArrays, weight_pass: str) -> Packed:
-    """The weights that a pass, "forward" or "backward", reads, cast if the platform casts them once."""
+def weights_for(read: TickArrays, weight_pass: str, cast: bool = True) -> Packed:
+    """The weights that a pass, "forward" or "backward", reads; with `cast` those that are cast once."""
     newest = weight_pass if weight_pass in read.read_parameters else "parameters"
-    cast = read.cast_weights
-    return {**read.constants, **_sources(read)[newest], **cast.get("constants", {}), **cast.get(newest, {})}
+    arrays = {**read.constants, **_sources(read)[newest]}
+    for use in ("constants", newest) if cast else ():
+        arrays |= read.cast_weights.get(use, {})
+    return arrays
 
 
 def read_weight(stored: Packing, arrays: Packed, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:

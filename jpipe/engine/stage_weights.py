@@ -43,8 +43,8 @@ class StageWeights(NamedTuple):
     def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         constants = read.mutable_state if "mutable_state" in read else {}
-        arrays = weights_for(read, weight_pass)
-        return cls(stage, arrays, constants, _small_at_once(stage, arrays))
+        small = _small_at_once(stage, weights_for(read, weight_pass, cast=False))
+        return cls(stage, weights_for(read, weight_pass), constants, small)
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
         """Brings the weights of layer i of a run that are in host memory to the device."""
@@ -87,9 +87,9 @@ _SMALL = 2**14
 def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
     """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
 
-    Layers have many biases and scales, and a GPU starts a kernel for each that is read. XLA joins reads of one size to
-    one kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel
-    copies the weights, and a few others read them.
+    Layers have many biases and scales, and a GPU starts a kernel for each that is read. XLA joins casts of one size to
+    one kernel if they read the result of another kernel, but not if they read an argument of a branch, and it joins no
+    reads of what is cast already. So one kernel copies the weights, and a few others cast them.
     """
     dtype = stage.spec.numbers.compute_dtype
     if not stage.joins or dtype is None:
@@ -99,7 +99,8 @@ def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any
     for run in stage.program.runs:
         for place in run.parameters:
             stored_dtype = arrays[place.array].dtype
-            alone = place.on_host or any(place.spec) or not jnp.issubdtype(stored_dtype, jnp.floating)
+            alone = place.on_host or any(place.spec) or stored_dtype == dtype
+            alone = alone or not jnp.issubdtype(stored_dtype, jnp.floating)
             if not alone and math.prod(place.shape) <= _SMALL:
                 for i in range(run.longest):
                     value = packing.read(arrays, place, stage.version, i)
