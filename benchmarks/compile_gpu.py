@@ -12,7 +12,8 @@ saved rows of the same program. Rows with other sizes than the default ones, or 
 
 Rows:
 
-- `plain`: a jitted scan over microbatches on one device, with the whole model;
+- `plain`: a jitted scan over microbatches on one device, with the whole model and equal layers in a scan;
+- `plain-unrolled`: the same with layers one after another, as most users of GPUs write it;
 - `one-stage`: a pipeline of one stage, for models of `--stages 1`;
 - all others: a pipeline on as many devices as stages. `interleaved` and `zb-v` have two stages per
   device.
@@ -93,7 +94,7 @@ def compile_row(request: dict) -> dict:
         schedule = pipe.schedule
         compiled = pipe.compile(case.batch)
     else:
-        compiled = gpu_steps.plain(case, sizes).compile()
+        compiled = gpu_steps.plain(case, sizes, **options).compile()
     seconds = time.perf_counter() - start
     dump = pathlib.Path(request["dump"])
     (dump / "compiled.txt").write_text(compiled.as_text())

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 # Name of a row -> schedule and its options.
 SCHEDULES: dict[str, tuple[str, dict]] = {
-    "plain": ("", {}),
+    "plain": ("", {"is_rolled": True}),
+    "plain-unrolled": ("", {"is_rolled": False}),
     "one-stage": ("one_f_one_b", {"ticks": "paired"}),
     "gpipe": ("gpipe", {}),
     "1f1b": ("one_f_one_b", {"ticks": "paired"}),
@@ -49,11 +50,12 @@ def wanted_rows(
         for stages in numbers:
             for schedule in schedules:
                 row = {"model": model, "schedule": schedule, "stages": stages}
-                if schedule == "plain" and model not in GROWING:
+                is_plain = not SCHEDULES[schedule][0]
+                if is_plain and model not in GROWING:
                     row["stages"] = 1
                     wanted = stages == min(numbers)
                 else:
-                    wanted = schedule == "plain" or (schedule == "one-stage") == (stages == 1)
+                    wanted = is_plain or (schedule == "one-stage") == (stages == 1)
                 if wanted:
                     yield row | {"sizes": dict(sizes), "flags": flags}
 
@@ -127,10 +129,14 @@ def table(rows: list[dict]) -> str:
 
 
 def _plain_of(row: dict, rows: list[dict]) -> dict | None:
-    """The plain scan of the same model."""
+    """The plain scan of the same model: the unrolled one, if it is there."""
     stages = row["stages"] if row["model"] in GROWING else 1
-    wanted = key(row | {"schedule": "plain", "stages": stages})
-    return next((r for r in rows if key(r) == wanted and "failed" not in r), None)
+    plains = {
+        r["schedule"]: r
+        for r in rows
+        if "failed" not in r and key(r) == key(row | {"schedule": r["schedule"], "stages": stages})
+    }
+    return plains.get("plain-unrolled", plains.get("plain"))
 
 
 def _cells(row: dict, plain: dict | None) -> list[str]:

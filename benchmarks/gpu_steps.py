@@ -185,11 +185,11 @@ class _Run(NamedTuple):
         return outputs, nnx.split(layer, nnx.Param, ...)[2]
 
 
-def _runs(case: Case) -> list[_Run]:
-    """The layers, those of one factory that follow one another as one run."""
+def _runs(case: Case, is_rolled: bool) -> list[_Run]:
+    """The layers; if they are rolled, those of one factory that follow one another are one run."""
     factories: list[tuple[Any, dict, int]] = []
     for factory, skips in case.parts:
-        if factories and factories[-1][0] is factory and not skips:
+        if is_rolled and factories and factories[-1][0] is factory and not skips:
             factories[-1] = (factory, skips, factories[-1][2] + 1)
         else:
             factories.append((factory, skips, 1))
@@ -203,9 +203,15 @@ def _runs(case: Case) -> list[_Run]:
     return runs
 
 
-def plain(case: Case, sizes: Sizes) -> jax.stages.Lowered:
-    """The step without a pipeline, on one device: a scan over microbatches adds up gradients."""
-    runs, optimizer = _runs(case), optax.adamw(1e-3)
+def plain(case: Case, sizes: Sizes, is_rolled: bool) -> jax.stages.Lowered:
+    """The step without a pipeline, on one device: a scan over microbatches adds up gradients.
+
+    Args:
+      case: the model.
+      sizes: of the minibatch.
+      is_rolled: whether equal layers run in a scan over stacked weights, and not one after another.
+    """
+    runs, optimizer = _runs(case, is_rolled), optax.adamw(1e-3)
 
     def forward(parameters: list, states: list, batch: Any) -> tuple[jax.Array, list]:
         x, kept, new_states = batch["inputs"], {}, []
