@@ -78,7 +78,7 @@ def compile_row(request: dict) -> dict:
     """Compiles one program and reads it.
 
     Args:
-      request: "model", "schedule", "stages", "sizes", and "dump", the folder that XLA writes to.
+      request: "model", "schedule", "stages", "sizes", "without_graphs", and "dump", the folder that XLA writes to.
     """
     import gpu_steps
     import jax
@@ -90,7 +90,7 @@ def compile_row(request: dict) -> dict:
     schedule = None
     start = time.perf_counter()
     if name:
-        pipe = gpu_steps.pipeline(case, sizes, name, options, num_devices)
+        pipe = gpu_steps.pipeline(case, sizes, name, options, num_devices, request["without_graphs"])
         schedule = pipe.schedule
         compiled = pipe.compile(case.batch)
     else:
@@ -223,7 +223,7 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
             "XLA_FLAGS": " ".join(flags),
             "PYTHONPATH": str(args.root),
         }
-        request = request | {"dump": str(dump)}
+        request = request | {"dump": str(dump), "without_graphs": args.without_graphs}
         command = [interpreter(), __file__, "--compile", json.dumps(request)]
         try:
             process = subprocess.run(
@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--flags", default="", help="further flags of XLA")
+    parser.add_argument("--without-graphs", action="store_true", help="pipelines without CUDA graphs")
     parser.add_argument("--small", action="store_true", help="small sizes, see `SMALL`")
     for name in SIZES:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -281,7 +282,8 @@ def main() -> None:
     own = args.root.resolve() == HERE.parent.resolve()
     out = args.out or (RESULTS if own and not sizes else None)
     rows = []
-    for request in wanted_rows(args.models, args.schedules, args.stages, sizes, args.flags):
+    flags = " ".join(filter(None, [args.flags, "without CUDA graphs" * args.without_graphs]))
+    for request in wanted_rows(args.models, args.schedules, args.stages, sizes, flags):
         row = compile_in_process(args, request)
         rows.append(row)
         print(json.dumps(row), flush=True)

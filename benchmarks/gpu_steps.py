@@ -135,13 +135,16 @@ def devices(number: int) -> Sequence:
     ).devices
 
 
-def pipeline(case: Case, sizes: Sizes, name: str, options: dict, num_devices: int) -> jpipe.Pipeline:
+def pipeline(
+    case: Case, sizes: Sizes, name: str, options: dict, num_devices: int, without_graphs: bool = False
+) -> jpipe.Pipeline:
     """A pipeline of the case on described devices.
 
     Args:
       name: of the schedule.
       options: of the schedule.
       num_devices: devices of the pipeline; `STAGES_PER_DEVICE` says how many stages each has.
+      without_graphs: whether the host starts each kernel.
     """
     num_stages = num_devices * STAGES_PER_DEVICE.get(name, 1)
     schedule = jpipe.schedules.get(name)(num_stages, sizes.microbatches, **options)
@@ -152,6 +155,7 @@ def pipeline(case: Case, sizes: Sizes, name: str, options: dict, num_devices: in
         schedule=schedule,
         mesh=jpipe.make_mesh(stage=num_devices, ring=schedule.ring, devices=devices(num_devices)),
         compute_dtype=case.dtype,
+        compiler_options={"xla_gpu_enable_command_buffer": ""} if without_graphs else None,
     )
 
 

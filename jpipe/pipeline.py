@@ -277,6 +277,7 @@ class Pipeline:
         if mesh is None:
             mesh = make_mesh(stage=schedule.num_devices, ring=schedule.ring)
         self.mesh = checks.check_mesh(mesh, schedule)
+        checks.advise(self.mesh.devices.flat[0].platform)
         communication = Communication.checked(
             self.mesh,
             schedule,

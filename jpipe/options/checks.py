@@ -1,5 +1,6 @@
 """Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,12 +12,14 @@ from jax.sharding import Mesh
 
 from jpipe._processes.sharing import check_processes
 from jpipe._util.foreign import shown
+from jpipe._util.warn import warn
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.call_arguments import as_given
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import WholeBatchLoss
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
+from jpipe.lowering.target import target_of
 from jpipe.mesh import STAGE, automatic
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import Stages
@@ -125,6 +128,16 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
         )
     check_processes(mesh)
     return automatic(mesh)
+
+
+@functools.cache
+def advise(platform: str) -> None:
+    """Says once what a user of a platform should install. Stand-in devices need nothing."""
+    if platform not in ("cpu", "tpu") and target_of(platform).touches_idle:
+        warn(
+            f"jpipe is slower on GPUs with JAX {jax.__version__} than with JAX 0.12: a device that is idle in a tick "
+            "touches every array, and products get copies of their weights. Install Python 3.12 or newer and JAX 0.12."
+        )
 
 
 def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.lowering.target import CPU, GPU, TARGETS, target_of
+from jpipe.options import checks
 from jpipe.schedules import gpipe
 
 PLATFORMS = ("cpu", "gpu")
@@ -316,3 +318,15 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
 def test_options_of_xla_must_be_a_dict(options):
     with pytest.raises(ValueError, match="`compiler_options` must be a dict of options"):
         pipeline(compiler_options=options)
+
+
+def test_users_of_gpus_are_told_once_what_to_install(monkeypatch):
+    monkeypatch.setitem(TARGETS, "gpu", dataclasses.replace(GPU, touches_idle=True))
+    checks.advise.cache_clear()
+    with pytest.warns(UserWarning, match="slower on GPUs with JAX .* Install Python 3.12"):
+        checks.advise("gpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for platform in ("gpu", "cpu", "tpu"):
+            checks.advise(platform)
+    checks.advise.cache_clear()
