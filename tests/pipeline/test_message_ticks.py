@@ -83,19 +83,20 @@ def test_equals_the_plain_model(name, options, S, N, ticks, overlap):
 # -- Delays: those of the definition, with the longer way
 
 
-def paired_delay(S, N, k):
-    """A forward is k S - 1 - s ways of k ticks from the last stage, and its backward as many from it, in the same tick
-    of which a microbatch enters.
+def paired_delay(S, N, k, replicas):
+    """A microbatch is S - 1 - s messages of k ticks from the last stage, and its gradient as many from there. In each
+    tick a microbatch enters, or as many as the largest number of copies.
     """
+    L = max(replicas or (1,))
 
     def delay(s, j):
-        behind = 2 * k * (S - 1 - s) + 1
-        return math.ceil((behind - j) / N) if behind > j else 0
+        behind, groups = 2 * k * (S - 1 - s) + 1, math.ceil(N / L)
+        return math.ceil((behind - j // L) / groups) if behind > j // L else 0
 
     return delay
 
 
-def unit_delay(S, N, k):
+def unit_delay(S, N, k, replicas):
     """Both ways over a boundary take a multiple of three ticks, and a microbatch enters every three."""
 
     def delay(s, j):
@@ -106,12 +107,14 @@ def unit_delay(S, N, k):
 
 
 ASYNCHRONOUS = [
-    ("pipedream", 3, 2, "paired", True),
-    ("pipedream", 4, 1, "unit", False),
-    ("pipedream_2bw", 3, 9, "paired", True),
-    ("pipedream_2bw", 3, 4, "unit", False),
-    ("pipemare", 3, 2, "paired", False),
-    ("pipemare", 4, 1, "unit", True),
+    ("pipedream", 3, 2, "paired", True, None),
+    ("pipedream", 4, 1, "unit", False, None),
+    ("pipedream", 2, 5, "paired", False, (1, 2)),
+    ("pipedream_2bw", 3, 9, "paired", True, None),
+    ("pipedream_2bw", 3, 4, "unit", False, None),
+    ("pipemare", 3, 2, "paired", False, None),
+    ("pipemare", 4, 1, "unit", True, None),
+    ("pipemare", 2, 4, "paired", True, (2, 1)),
 ]
 
 
@@ -119,9 +122,9 @@ def none(s, j):
     return 0
 
 
-@pytest.mark.parametrize("name,S,N,ticks,overlap", ASYNCHRONOUS, ids=str)
+@pytest.mark.parametrize("name,S,N,ticks,overlap,replicas", ASYNCHRONOUS, ids=str)
 @pytest.mark.sampled(4)
-def test_equals_the_definition(name, S, N, ticks, overlap):
+def test_equals_the_definition(name, S, N, ticks, overlap, replicas):
     rounds, k, optimizer = 12, 2, optax.sgd(0.1, momentum=0.5)
     with jax.enable_x64(True):
         family = FAMILY.in_dtype("float64")
@@ -134,11 +137,11 @@ def test_equals_the_definition(name, S, N, ticks, overlap):
             family.layers,
             loss=cross_entropy,
             optimizer=optimizer,
-            schedule=schedules.get(name)(S, N, ticks=ticks, message_ticks=k),
+            schedule=schedules.get(name)(S, N, ticks=ticks, replicas=replicas, message_ticks=k),
             overlap=overlap,
         )
         stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
-        delay = {"paired": paired_delay, "unit": unit_delay}[ticks](S, N, k)
+        delay = {"paired": paired_delay, "unit": unit_delay}[ticks](S, N, k, replicas)
         if name == "pipedream_2bw":
             delay = lambda s, j: 1  # noqa: E731
         losses, params = oracles.train_with_delays(
