@@ -10,7 +10,7 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy
-from helpers import assert_close, with_nan_buffers
+from helpers import assert_close, use_target, with_nan_buffers
 from skipping import DIM, LAYERS
 
 import jpipe
@@ -212,12 +212,13 @@ def batch(seed=0):
     return {name: rng.standard_normal((16, DIM)).astype(np.float32) for name in ("inputs", "targets")}
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.sampled(1)
-def test_skips_cross_too(overlap):
-    """Skips go over several boundaries, of which one is slow."""
+@pytest.mark.parametrize(("overlap", "platform"), [(False, "cpu"), (True, "cpu"), (True, "tpu"), (True, "gpu")])
+@pytest.mark.sampled(2)
+def test_skips_cross_too(overlap, platform, monkeypatch):
+    """Skips go over several boundaries, of which one is slow; with the program of each platform."""
     results = []
     for ticks in (1, (1, 2, 1)):
+        use_target(monkeypatch, "cpu" if ticks == 1 else platform)
         pipe = skipping(schedules.one_f_one_b(4, 8, message_ticks=ticks), overlap=overlap)
         state = pipe.init(jax.random.key(0), batch())
         for step in range(3):
