@@ -232,14 +232,19 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
     from models import Transformer
 
     data, stage = TOPOLOGIES[topology]
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
+    slices = {"num_slices": args.slices} if args.slices > 1 else {}
+    devices = topologies.get_topology_desc(topology, platform="tpu", **slices).devices
+    stage *= args.slices
     model = Transformer(
         seq_len=args.seq,
         dim=args.dim,
         num_heads=args.dim // 128,
         num_blocks=args.blocks_per_chip * stage - 2,
     )
-    schedule = jpipe.schedules.get(name)(stage * STAGES_PER_DEVICE.get(name, 1), args.microbatches)
+    boundary = tuple(args.message_ticks if d % (stage // args.slices) == 0 else 1 for d in range(1, stage))
+    ticks = args.message_ticks if args.slices == 1 else boundary
+    num_stages = stage * STAGES_PER_DEVICE.get(name, 1)
+    schedule = jpipe.schedules.get(name)(num_stages, args.microbatches, message_ticks=ticks)
     pipe = jpipe.Pipeline(
         model.layers(),
         loss=lambda outputs, batch: optax.softmax_cross_entropy_with_integer_labels(outputs, batch["targets"]).mean(),
@@ -316,6 +321,8 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
+    parser.add_argument("--message-ticks", type=int, default=1, help="ticks of messages; with slices, of those between")
+    parser.add_argument("--slices", type=int, default=1, help="slices of the topology, each with a part of the stages")
     for what in ("messages", "gradients"):
         parser.add_argument(f"--compress-{what}", help="a compressor, such as quantize:bits=8")
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")

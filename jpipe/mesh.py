@@ -141,7 +141,8 @@ def make_mesh(
         `{"stage": 2}` or `{"data": 2}`. Their product is the number of slices. None: the fewest slices that
         have the devices, as these name them (`slice_index`; of GPUs without it, the processes with several
         devices each). They cut "stage" into as many parts as divide it, and "data" into the rest. Where
-        devices name no slices, as on CPUs, `dcn` cuts them in order.
+        devices name no slices, as on CPUs, `dcn` cuts them in order. Messages between stages in different parts
+        are slow: `message_ticks` of a schedule gives them a tick to travel.
       devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
 
     Returns:
@@ -193,7 +194,7 @@ def _arranged(shape: Sequence[int], devices: Sequence) -> np.ndarray:
 # -- Slices and nodes
 
 
-def _slices(devices: Sequence) -> list[list]:
+def grouped_by_slice(devices: Sequence) -> list[list]:
     """The devices of each slice of TPUs, or node of GPUs, in the order of their numbers; one list if they name none."""
     named: list[Any] = [getattr(device, "slice_index", None) for device in devices]
     if None in named or len(set(named)) == 1:
@@ -221,7 +222,7 @@ def _across_slices(devices: Sequence, axes: Mapping[str, int], dcn: Mapping[str,
     Raises:
       ValueError: see `make_mesh`.
     """
-    needed, slices = math.prod(axes.values()), _slices(devices)
+    needed, slices = math.prod(axes.values()), grouped_by_slice(devices)
     if dcn is None and needed <= len(slices[0]):
         return None
     parts = _default_parts(axes, slices) if dcn is None else _checked_parts(axes, dcn)

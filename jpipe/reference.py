@@ -77,6 +77,7 @@ class Reference:
         self.batches: dict[int, Any] = {}
         self.stash: dict = {}
         self.inbox: dict = {}
+        self.under_way: dict[int, dict] = {}  # by the first tick that can read a message, over all rounds
         self.split_residuals: dict = {}
         self.gradients: dict[tuple[int, int], Any] = {}  # by copy
         self.optimizer_state: dict[tuple[int, int], Any] = {}  # by copy
@@ -119,7 +120,10 @@ class Reference:
             for c in range(self.schedule.num_columns):
                 self._cell(t, c, arriving, losses)
             self._updates(t)
-            self.inbox |= arriving
+            now = self.round * self.schedule.num_ticks + t
+            for message, value in arriving.items():
+                self.under_way.setdefault(now + self._way(*message), {})[message] = value
+            self.inbox |= self.under_way.pop(now + 1, {})
         self.round += 1
         if not losses:
             return None
@@ -134,7 +138,7 @@ class Reference:
         return [self.weights[firsts[s], newest[s]][i] for i, s in enumerate(stage_of)]
 
     def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
-        """Runs the operations of one cell, but its update. The next tick reads `arriving`, the messages."""
+        """Runs the operations of one cell, but its update. A later tick reads `arriving`, the messages."""
         copy = int(self.schedule.stage[c]), int(self.schedule.device[c])
 
         def cell(field: str) -> Any:
@@ -151,6 +155,12 @@ class Reference:
             for i, weights, values in self.split_residuals.pop((copy[0], m)):
                 stash = self.stash[i, m]
                 self._accumulate(copy, i, self._kind(i).weight_grad(weights, stash, values))
+
+    def _way(self, stage: int, m: int, what: str) -> int:
+        """The ticks of a message to a stage."""
+        source = stage - 1 if what == "activation" else stage + 1
+        columns = self.schedule.column_of_microbatch[m % self.schedule.num_microbatches]
+        return int(self.schedule.ticks_between(*self.schedule.device[columns[[source, stage]]]))
 
     def _number(self, field: str, t: int, c: int) -> int | None:
         """The microbatch or version of a cell, counted from the start of training; None if idle."""

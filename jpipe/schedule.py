@@ -6,8 +6,9 @@ minibatch, m a microbatch; T ticks, t a tick; v a weight version.
 A *column* runs microbatches of one stage on one device. A row is a *tick*. A cell holds a
 microbatch number, or `IDLE`. Within a tick a column runs forward, backward, weight
 gradient and update, in this order. A message that is sent at tick t can be read from
-tick t + 1 on. All other properties of a pipeline (bubble, activations in flight, delay,
-weight versions) are counted off this table.
+tick t + 1 on, or from t + k where it takes k ticks (`message_ticks`). All other properties
+of a pipeline (bubble, activations in flight, delay, weight versions) are counted off this
+table.
 
 A *synchronous* table is one minibatch. It starts and ends with an empty pipeline, every
 operation reads weight version 0, and every column ends with one update, which writes
@@ -47,6 +48,7 @@ from jpipe._table.cells import IDLE as IDLE
 from jpipe._table.cells import idle_cells
 from jpipe._table.counts import check_counts
 from jpipe._table.facts import Facts as Facts
+from jpipe._table.messages import MessageTicks
 from jpipe._table.rules import RULES
 from jpipe._table.table import ARRAYS, Table
 from jpipe._util.foreign import shown
@@ -76,6 +78,10 @@ class Schedule(Table):
       backward_version: `[T, C]`, the weight version that `backward` reads.
       update: `[T, C]`, the weight version written. It takes effect at the end of the tick.
       num_slices: k, the slices of a sequence, each a microbatch; k divides N.
+      message_ticks: the ticks from the one that sends a message to the first one that can read it, at least 1:
+        a number, or `[D - 1]`, one for each boundary between the devices d and d + 1. A message takes the largest
+        number of the boundaries between its two devices; on its device it takes 1. It is a tuple only if
+        boundaries differ.
       emulates: the schedule that this one stands for, see `jpipe.schedules.emulated`; None: it stands
         for itself. It says which gradients of other stages are known when a stage updates, for
         norms over all stages.
@@ -166,6 +172,7 @@ class Schedule(Table):
         backward_version: ArrayLike | None = None,
         emulates: "Schedule | None" = None,
         num_slices: int = 1,
+        message_ticks: MessageTicks = 1,
     ) -> "Schedule":
         """Builds and checks a table from the tick of each operation.
 
@@ -187,6 +194,7 @@ class Schedule(Table):
           backward_version: `[N, C]`, the same for each backward.
           emulates: the schedule that the table stands for, or None.
           num_slices: k, see `Schedule`.
+          message_ticks: see `Schedule`.
 
         Returns:
           The schedule, checked.
@@ -264,7 +272,8 @@ class Schedule(Table):
             cells[field][t, c] = number
             if field in versions:
                 cells[f"{field}_version"][t, c] = version_read[m, c] - k
-        schedule = cls(name, num_microbatches, stage, device, **cells, num_slices=num_slices, emulates=emulates).check()
+        fields: dict[str, Any] = {**cells, "num_slices": num_slices, "message_ticks": message_ticks}
+        schedule = cls(name, num_microbatches, stage, device, **fields, emulates=emulates).check()
         if synchronous and backward is not None:
             _warn_if_starved(schedule)
         return schedule
@@ -314,6 +323,7 @@ class Schedule(Table):
             "name": self.name,
             "num_microbatches": self.num_microbatches,
             **({"num_slices": self.num_slices} if self.num_slices > 1 else {}),
+            **({} if self.message_ticks == 1 else {"message_ticks": np.asarray(self.message_ticks).tolist()}),
             **{field: lists(getattr(self, field)) for field in ARRAYS},
         }
 
@@ -325,7 +335,8 @@ class Schedule(Table):
         arrays = tuple(getattr(self, field).tobytes() for field in ARRAYS)
         shape = self.forward.shape
         slices = (self.num_slices,) if self.num_slices > 1 else ()
-        return (self.name, self.num_microbatches, shape, *arrays, self.emulates, *slices)
+        ticks = () if self.message_ticks == 1 else (("message_ticks", self.message_ticks),)
+        return (self.name, self.num_microbatches, shape, *arrays, self.emulates, *slices, *ticks)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):

@@ -199,9 +199,11 @@ def simulate(
 
         - "lockstep" is one program on all devices, as this library runs it. A tick lasts
           as long as its busiest device, and the next tick starts when all messages have
-          arrived. A stage's device sends and receives messages of one tick one after the other. Updates wait until all
-          devices have computed, because they use the norm of all gradients. Devices that share cores share them equally
-          while they compute.
+          arrived. Those that take several ticks (`Schedule.message_ticks`) travel in the next
+          tick, beside its compute, and have arrived when it ends. A stage's device sends and
+          receives messages of one tick one after the other. Updates wait until all devices
+          have computed, because they use the norm of all gradients. Devices that share cores
+          share them equally while they compute.
         - "dependencies" is one program per device. A device runs the operations of its
           columns in the table's order. Each starts when the one before has ended and its
           inputs have arrived.
@@ -303,7 +305,7 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     """Tick after tick: compute, then messages, then updates."""
     T, D = schedule.num_ticks, schedule.num_devices
     work, updates = np.zeros((2, T, D))
-    transfer = np.zeros(T)
+    transfer, crossing = np.zeros((2, T))
     sends = np.zeros(T, bool)
     begins = {}
     # NumPy's type of `add.at` does not know tuples.
@@ -314,8 +316,8 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         np.add.at(work, every_device, runs * length[kind])
         if kind in TRANSFERS:
             sent, longest = _transfers(schedule, kind, length)
-            sends |= sent
-            transfer = np.maximum(transfer, longest)
+            sends |= sent.any(axis=0)
+            transfer, crossing = np.maximum((transfer, crossing), longest)
     updating = _updates(schedule)
     np.add.at(updates, every_device, updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
@@ -330,6 +332,7 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
         transfer += costs.jitter * computing * ((amount > 0).sum(axis=1) > 1)
+    transfer = np.maximum(transfer, crossing - tick_length)
     tick_length += transfer
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
@@ -396,26 +399,29 @@ def _clock(work: np.ndarray, costs: Costs) -> Callable:
 
 
 def _transfers(schedule: Schedule, kind: str, length: dict) -> tuple[np.ndarray, np.ndarray]:
-    """`[T]`: whether any device sends in a tick, and the time until all messages have arrived.
+    """`[2, T]`: whether messages travel in a tick, and the time until all have arrived.
 
-    The messages that a copy of a stage sends or receives in one tick follow each other.
+    First those that leave when all devices have computed, then those that left when the tick began. The messages that a
+    copy of a stage sends or receives in one tick follow each other.
     """
     T, N = schedule.num_ticks, schedule.num_microbatches
     message, leaves = _message(schedule, kind, length), _leaves(schedule, kind)
     cells = getattr(schedule, kind)
-    sends, seconds = np.zeros(T, bool), np.zeros(T)
+    sends, seconds = np.zeros((2, T), bool), np.zeros((2, T))
     busy: dict[tuple, float] = {}
     for t, c in np.argwhere(cells != IDLE).tolist():
         m = int(cells[t, c]) % N
         if not leaves[m, c]:
             continue
-        sends[t] = True
         reader = int(schedule.stage[c]) + (1 if kind == "forward" else -1)
         target = schedule.column_of_microbatch[m, reader]
+        crosses = bool(schedule.ticks_between(schedule.device[c], schedule.device[target]) > 1)
+        at = int(crosses), (t + crosses) % T
+        sends[at] = True
         for end, column in (("sends", c), ("receives", target)):
-            key = t, end, int(schedule.stage[column]), int(schedule.device[column])
+            key = *at, end, int(schedule.stage[column]), int(schedule.device[column])
             busy[key] = busy.get(key, 0.0) + message[m, c]
-            seconds[t] = max(seconds[t], busy[key])
+            seconds[at] = max(seconds[at], busy[key])
     return sends, seconds
 
 

@@ -21,6 +21,7 @@ SCHEDULES = {
     "gpipe": gpipe(2, 4),
     "one_f_one_b/paired": one_f_one_b(2, 4, ticks="paired"),
     "one_f_one_b/unit": one_f_one_b(2, 4, ticks="unit"),
+    "one_f_one_b/messages of two ticks": one_f_one_b(2, 4, message_ticks=2),
     "seq_one_f_one_b": jpipe.schedules.seq_one_f_one_b(2, 4, num_slices=2),
     "interleaved": jpipe.schedules.interleaved(4, 4),
     "zero_bubble_h1": jpipe.schedules.zero_bubble_h1(2, 4),

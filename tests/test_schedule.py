@@ -48,7 +48,7 @@ PIPEMARE = """
 F0@-3,B-3@-3,U-2  F-1@-2,B-2@-2,U-1
 """
 
-FIELDS = [f.name for f in dataclasses.fields(Schedule) if f.name not in ("emulates", "num_slices")]
+FIELDS = [f.name for f in dataclasses.fields(Schedule) if f.name not in ("emulates", "num_slices", "message_ticks")]
 CELLS = FIELDS[4:]
 
 

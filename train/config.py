@@ -77,7 +77,8 @@ class PipelineConfig:
     num_microbatches: int = 8
     """Number of microbatches N that a minibatch is cut into."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of the schedule, such as `options.ticks=unit`."""
+    """Further arguments of the schedule, such as `options.ticks=unit`, or `options.message_ticks=2` where stages are
+    across slices or nodes: a message then has a whole tick to travel."""
     replicas: tuple[int, ...] | None = None
     """Number of copies of each stage, for example (3, 1): a stage with several copies has
     a device for each, and its microbatches take turns. None: one each. For gpipe,
@@ -196,7 +197,13 @@ class PipelineConfig:
         # GPipe warns about its bubble, but runs for the first steps only.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            gpipe = jpipe.schedules.gpipe(table.num_stages, table.num_microbatches, table.replicas)
+            same_devices = table.num_devices == sum(table.replicas)
+            gpipe = jpipe.schedules.gpipe(
+                table.num_stages,
+                table.num_microbatches,
+                table.replicas,
+                message_ticks=table.message_ticks if same_devices else 1,
+            )
         return jpipe.schedules.emulated(gpipe) if self.on_one_device else gpipe
 
     @property

@@ -72,6 +72,11 @@ def parser() -> Parser:
     )
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
+    model.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="take the links from a TOML or JSON file of a machine, as of train/search.py, in place of measured ones",
+    )
     model.add_argument("--save", metavar="FILE", help="write the best plan as a configuration")
     model.add_argument("--microbatches", type=counts, help="numbers of microbatches to try, as 4,8,16")
     model.add_argument(
@@ -271,7 +276,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     from jpipe import plan
     from train.config import TrainConfig
     from train.devices import cache_compilations, check_devices, prepare_cpu
-    from train.planned import check_tensor
+    from train.planned import check_tensor, with_links
     from train.processes import from_first
 
     name, config = flags.parse(words, TrainConfig)
@@ -293,6 +298,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         )
     if args.tensor:
         check_tensor(config)
+    if args.machine is not None:
+        with_links(plan.Machine(args.devices), args.machine)  # before minutes of measuring
     if args.asynchronous and config.pipeline.loss_scale == "dynamic":
         raise ValueError(
             "a dynamic loss scale needs all stages to update at the same time. Leave out `--asynchronous`, or add "
@@ -314,6 +321,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     )
     if args.overlap is not None:
         machine = dataclasses.replace(machine, overlaps=args.overlap)
+    if args.machine is not None:
+        machine = with_links(machine, args.machine)
     if args.bandwidth is not None:
         machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
     decide = functools.partial(_decide, profiles, machine, config, args, argv)

@@ -75,6 +75,32 @@ def save_plan(
     return planned
 
 
+def with_links(machine: Machine, path: str) -> Machine:
+    """The machine with the links of a file: the slowest inside of a group of the last level, and those of that level.
+
+    Args:
+      machine: the machine, as measured.
+      path: see `jpipe.soap.read_machine`.
+
+    Raises:
+      ValueError: if the file cannot be read, or has fewer devices.
+    """
+    levels = soap.read_machine(path).levels
+    sizes = [level.size for level in levels]
+    if math.prod(sizes) < machine.num_devices:
+        raise ValueError(
+            f"`--machine` must have as many devices as `--devices`, {machine.num_devices}, and `{path}` has "
+            f"{math.prod(sizes)}. Plan for fewer, or give another machine."
+        )
+    inside = levels[:-1] or levels
+    return dataclasses.replace(
+        machine,
+        bandwidth=(min(level.bandwidth for level in inside), levels[-1].bandwidth),
+        latency=(max(level.latency for level in inside), levels[-1].latency),
+        devices_per_server=math.prod(sizes[:-1]) if len(levels) > 1 else None,
+    )
+
+
 def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = None) -> TrainConfig:
     """The configuration that trains by a plan.
 
@@ -100,6 +126,7 @@ def planned_config(config: TrainConfig, best: Candidate, strategy: str | None = 
     mesh = dataclasses.replace(
         config.mesh,
         data=best.num_replicas,
+        dcn=dict(best.dcn),
         model=best.num_tensor_devices,
         **{axis.name: axis.size for axis in best.axes},
         shard_optimizer=best.shard_optimizer,

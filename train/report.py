@@ -152,7 +152,11 @@ def machine(machine: Machine) -> str:
         words.append(f"on {count(machine.num_cores, 'core')}")
     if machine.memory_limit < math.inf:
         words.append(f"of {size_text(machine.memory_limit)}")
-    words.append(f"{size_text(machine.bandwidth[0])}/s between two")
+    inside, across = (f"{size_text(bandwidth)}/s" for bandwidth in machine.bandwidth)
+    if machine.server_size < machine.num_devices:
+        words.append(f"{machine.server_size} in a server, {inside} between two of them, {across} between servers")
+    else:
+        words.append(f"{inside} between two")
     words.append(f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} per tick, {machine.step * 1e3:.2f} ms per step")
     return "machine: " + ", ".join(words)
 
@@ -190,7 +194,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
         cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
         delay = f"gradients up to {count(prediction.delay, 'update')} late" if prediction.delay else ""
         shared = "replicas share updates" if c.shard_optimizer else ""
-        notes.append("; ".join(filter(None, [cut, shared, _on_host(c), _sent(c), delay, c.why])))
+        notes.append("; ".join(filter(None, [cut, _across(c), shared, _on_host(c), _sent(c), delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
         "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of "
@@ -205,6 +209,16 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     if len(ranking) > top:
         text.append(f"  and {len(ranking) - top} slower or larger ones")
     return "\n".join([*text, *_skipped(ranking.skipped)])
+
+
+def _across(plan: Candidate) -> str:
+    """What lies on several servers."""
+    names = {"stage": "stages", "data": "replicas"}
+    parts = [f"{names[axis]} across {number}" for axis, number in plan.dcn.items()]
+    if not parts:
+        return ""
+    ticks = "message_ticks" in plan.options
+    return f"{' and '.join(parts)} servers" + ", whose messages have a tick to travel" * ticks
 
 
 def _sent(plan: Candidate) -> str:
@@ -268,6 +282,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "num_replicas": plan.num_replicas,
         "axes": {axis.name: axis.size for axis in plan.axes},
         "microbatch_size": plan.microbatch_size,
+        "dcn": dict(plan.dcn),
     }
     if isinstance(plan, Skipped):
         return record | {"recompute": None, "fits": False, "why": plan.why}

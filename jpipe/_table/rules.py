@@ -199,11 +199,12 @@ def _arrival(table: Table, ticks: np.ndarray, offset: int) -> np.ndarray:
       ticks: `[N, C]`, ticks of the operation that sends and of the one that reads.
       offset: the sending stage minus the reading stage: -1 or 1.
     """
-    sent = table.by_stage(ticks) + 1
+    sent, sender = table.by_stage(ticks), table.device[table.column_of_microbatch]
     arrival = np.full_like(ticks, IDLE)
     for s in range(max(0, -offset), table.num_stages - max(0, offset)):
         here = table.stage == s
-        arrival[:, here] = sent[:, s + offset, None]
+        way = table.ticks_between(sender[:, s + offset, None], table.device[here])
+        arrival[:, here] = sent[:, s + offset, None] + way
     return arrival
 
 

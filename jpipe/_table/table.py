@@ -7,6 +7,7 @@ import numpy as np
 
 from jpipe._table.cells import CELL_FIELDS, IDLE
 from jpipe._table.counts import check_counts
+from jpipe._table.messages import MessageTicks, as_message_ticks, ticks_between
 
 ARRAYS = ("stage", "device", *CELL_FIELDS)
 """The fields of a table that are arrays; `[C]`, then `[T, C]`."""
@@ -27,6 +28,7 @@ class Table:
     backward_version: np.ndarray
     update: np.ndarray
     num_slices: int = 1
+    message_ticks: MessageTicks = 1
 
     def __post_init__(self) -> None:
         for count in ("num_microbatches", "num_slices"):
@@ -63,6 +65,7 @@ class Table:
                     f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: "
                     f"at tick {t}, column {c} only one of them is."
                 )
+        object.__setattr__(self, "message_ticks", as_message_ticks(self.message_ticks, self.num_devices))
 
     # -- Size and kind
 
@@ -173,6 +176,11 @@ class Table:
         device = self.device[self.column_of_microbatch]
         D = self.num_devices
         return D > 2 and bool((np.abs(np.diff(device)) == D - 1).any())
+
+    def ticks_between(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+        """int: the ticks of messages from devices to devices, elementwise: see `jpipe._table.messages`."""
+        assert isinstance(self.message_ticks, int | tuple)
+        return ticks_between(self.message_ticks, source, target)
 
     @functools.cached_property
     def splits_backward(self) -> bool:

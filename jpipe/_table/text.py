@@ -4,7 +4,8 @@ A header names the columns as `stage@device`. Each row after it is a tick, each 
 row is a cell: `F3` (forward of microbatch 3), `B1`, `W0`, `U1` (update that writes weight
 version 1), joined by commas, or `.` if the column is idle. `F3@-1` reads weight version
 -1; `@0` is left out. A line `slices 4` before the header says that 4 microbatches after
-one another are slices of the same sequences.
+one another are slices of the same sequences. A line `message_ticks 2` there says that a message between
+devices is read 2 ticks after it was sent, or later; `message_ticks 1 2 1` says so of each boundary.
 """
 
 import re
@@ -18,13 +19,27 @@ from jpipe._util.foreign import shortened, shown
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
 _OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)", re.ASCII)
 _COLUMN = re.compile(r"(\d+)@(\d+)", re.ASCII)
-_SLICES = "slices"
+_SLICES, _MESSAGE_TICKS = "slices", "message_ticks"
+_FACTS = {_SLICES: "the number of slices, `slices 4`", _MESSAGE_TICKS: "numbers of ticks, `message_ticks 2`"}
+"""First word of a line before the header -> what the line states."""
 
 
 def to_text(table: Table) -> str:
     """See `Schedule.to_text`."""
     slices = f"{_SLICES} {table.num_slices}\n" if table.num_slices > 1 else ""
-    return slices + "".join(line + "\n" for line in _align(cell_rows(table)))
+    ticks = "" if table.message_ticks == 1 else f"{_MESSAGE_TICKS} {message_ticks_text(table)}\n"
+    return slices + ticks + "".join(line + "\n" for line in _align(cell_rows(table)))
+
+
+def message_ticks_text(table: Table) -> str:
+    """The ticks of messages: one number, or one for each boundary.
+
+    Example:
+      >>> from jpipe.schedules import gpipe
+      >>> message_ticks_text(gpipe(3, 4, message_ticks=(1, 2)))
+      '1 2'
+    """
+    return " ".join(map(str, np.atleast_1d(table.message_ticks)))
 
 
 def cell_rows(table: Table) -> list[list[str]]:
@@ -59,14 +74,13 @@ def parse(text: str) -> dict:
         for number, line in enumerate(text.splitlines(), start=1)
         if (words := line.split("#")[0].split())
     ]
-    num_slices = 1
-    if lines and lines[0][1][0] == _SLICES:
-        (number, words), *lines = lines
-        if len(words) != 2 or not words[1].isdecimal():
-            raise ValueError(
-                f"line {number}: write the number of slices, `slices 4`, got `{shortened(' '.join(words), 200)}`."
-            )
-        num_slices = _number(words[1], words[1], number)
+    facts: dict[str, list[int]] = {}
+    while lines and lines[0][1][0] in _FACTS:
+        (number, (fact, *words)), *lines = lines
+        if not words or len(words) > 1 and fact == _SLICES or not all(word.isdecimal() for word in words):
+            given = shortened(" ".join([fact, *words]), 200)
+            raise ValueError(f"line {number}: write {_FACTS[fact]}, got `{given}`.")
+        facts[fact] = [_number(word, word, number) for word in words]
     if len(lines) < 2:
         raise ValueError(
             "a table needs a header such as `0@0 1@1` and at least one row such as "
@@ -92,7 +106,15 @@ def parse(text: str) -> dict:
     forwards = cells["forward"] != IDLE
     counts = [int(forwards[:, stage == s].sum()) for s in np.unique(stage)]
     num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
-    return dict(num_microbatches=num_microbatches, num_slices=num_slices, stage=stage, device=device, **cells)
+    (num_slices,), message_ticks = facts.get(_SLICES, [1]), facts.get(_MESSAGE_TICKS, [1])
+    return dict(
+        num_microbatches=num_microbatches,
+        num_slices=num_slices,
+        message_ticks=message_ticks if len(message_ticks) > 1 else message_ticks[0],
+        stage=stage,
+        device=device,
+        **cells,
+    )
 
 
 def _parse_cell(word: str, number: int, cells: dict, t: int, c: int) -> None:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpipe._table.text import message_ticks_text
 from jpipe.schedule import IDLE, Facts, Schedule
 
 
@@ -47,6 +48,7 @@ def unrolled(schedule: Schedule) -> Schedule:
         num_microbatches=num_microbatches * num_rounds,
         stage=schedule.stage,
         device=schedule.device,
+        message_ticks=schedule.message_ticks,
         forward=forward,
         backward=backward,
         weight_grad=weight_grad,
@@ -96,6 +98,8 @@ def headline(schedule: Schedule) -> str:
     words = [f"{count} {word if count == 1 else plural.get(word, word + 's')}" for word, count in counts.items()]
     if schedule.num_slices > 1:
         words.append(f"{schedule.num_slices} slices of a sequence")
+    if schedule.message_ticks != 1:
+        words.append(f"messages of {message_ticks_text(schedule)} ticks")
     name = schedule.name if schedule.emulates is None else f"{schedule.name}, emulated"
     return f"{name}: {', '.join(words)}"
 

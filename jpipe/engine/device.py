@@ -4,6 +4,7 @@ A tick runs these steps, in this order:
 
     load        stashes in host memory -> the device, while it computes
     receive     received messages   -> inbox slots
+    cross       outgoing messages of the tick before, between devices that are far -> received messages
     embed       batch, on all devices; for an embedding that all devices share
     pair        a forward and a backward of another microbatch, with layers that communicate: see `jpipe.engine.pairs`
     forward     inbox, batch        -> stashes, loss, outgoing activations
@@ -19,6 +20,9 @@ A tick runs these steps, in this order:
 A tick leaves out the operations that its phase does not have: see `Lowered.phases`.
 
 A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
+
+A message between devices that are far (`Schedule.message_ticks`) leaves when the tick after begins, and is received
+when that tick has ended: no operation of it waits for the message, and the message waits for none.
 
 Under overlap a channel belongs to one operation. A message of a forward moves while the tick's
 backwards run, and is received in the next tick. A message of a backward moves while the next tick's
@@ -300,10 +304,10 @@ def _tick(
     """
     spec = device.spec
 
-    def moved(arrays: TickArrays, after: str | None, late: bool = False) -> dict:
+    def moved(arrays: TickArrays, after: str | None, **kind: bool) -> dict:
         if after is not None and after not in phase.operations:
             return {}
-        return move(spec, arrays, scalars, after, late)
+        return move(spec, arrays, scalars, after, **kind)
 
     training = device if isinstance(device, TrainingDevice) else None
     stashes = {name: TickStash() for name in spec.tick_stashes}
@@ -312,6 +316,9 @@ def _tick(
     received, resting = _received(spec, phase, arrays)
     received |= moved(arrays, after="forward", late=True)
     arrays = receive(spec, arrays, scalars, received)
+    crossing: dict[int, Packed] = {}
+    for after in (None, "forward", "backward"):
+        crossing |= moved(arrays, after, crosses=True)
     gradients = moved(arrays, after="backward", late=True)
     arrays = vocabulary.embed(device, scalars, arrays)
     paired: jax.Array | bool = False
@@ -342,7 +349,7 @@ def _tick(
     arrays = spills.end(spec, scalars, arrays, transfers)
     moved_last = moved(arrays, after=None)
     arrays = arrays.replace(**{name: {} for name in spec.tick_stashes})
-    return arrays.replace(received=resting | activations | moved_last)
+    return arrays.replace(received=resting | crossing | activations | moved_last)
 
 
 def _update(

@@ -105,11 +105,10 @@ def _sent(operation: str, facts: StateFacts) -> dict[int, Any]:
 
 def _received(facts: StateFacts) -> dict[int, Any]:
     message = {route.inbox: pack for route, pack in facts.packings.messages}
-    # What leaves late arrives within a tick and needs no place here.
     return {
         number: packed_shapes(facts.mesh, message[next(iter(channel.arrives))])
         for number, channel in enumerate(facts.lowered.channels)
-        if not channel.late
+        if channel.waits
     }
 
 

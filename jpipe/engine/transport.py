@@ -64,7 +64,9 @@ def move(
     arrays: TickArrays,
     scalars: TickScalars,
     after: str | None,
-    late: bool,
+    *,
+    late: bool = False,
+    crosses: bool = False,
 ) -> dict[int, Packed]:
     """Sends the messages of the channels that an operation feeds.
 
@@ -74,22 +76,21 @@ def move(
       scalars: the scalars of the tick.
       after: the operation: "forward" or "backward"; None: the channels that both feed, at the end
         of the tick.
-      late: the kind of channels: see `Channel.late`.
+      late, crosses: the kind of channels: see `Channel`.
 
     Returns:
       Channel -> the received message.
     """
     received = {}
     for number, channel in enumerate(spec.lowered.channels):
-        if (channel.operation, channel.late) != (after, late):
+        if (channel.operation, channel.late, channel.crosses) != (after, late or crosses, crosses):
             continue
         message = _select_output(arrays, scalars, number, channel)
         transfer = functools.partial(_transfer, channel)
         with jax.named_scope(message_text(number)):
             if after is None:
-                # Reading `op_count` delays the transfer until all operations of the tick have run: a
-                # transfer between two operations would make all devices wait for each other twice per
-                # tick.
+                # At the end of a tick, reading `op_count` delays the transfer until all operations of the tick have
+                # run: a transfer between two operations would make all devices wait for each other twice per tick.
                 now = scalars.channel(number).sends & (arrays.op_count >= 0)
                 message = lax.cond(now, transfer, lambda message: message, message)
             else:

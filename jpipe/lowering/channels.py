@@ -3,6 +3,10 @@
 A collective costs more than the bytes that it moves, so messages share as few channels as possible.
 One channel is one permutation of devices, and one `ppermute` per tick in the engine.
 
+A message that has a tick to travel (`Schedule.message_ticks` above 1) leaves when the next tick begins, and is read in
+the tick after that one. No operation of the tick in between waits for it, and it waits for none of them. It has a
+channel of its own: a permutation ends when its slowest message has arrived.
+
 Letters: T ticks, D devices, S stages, N microbatches.
 """
 
@@ -63,6 +67,7 @@ class Channel:
       operation: the operation whose outputs the channel carries, "forward" or "backward"; None:
         outputs of both.
       pairs: (source, target) devices; None: every device hands its message to itself.
+      crosses: whether its messages have the whole tick after the one that sends them to travel.
       sends: bool `[T]`, whether any device sends.
       lane: int32 `[T, D]`, the output that a device sends, as a position in `Lowered.outgoing`.
       lanes: all outputs that the channel ever sends, as positions in `Lowered.outgoing`.
@@ -73,6 +78,7 @@ class Channel:
 
     operation: str | None
     pairs: tuple[tuple[int, int], ...] | None
+    crosses: bool
     sends: np.ndarray
     lane: np.ndarray
     lanes: tuple[int, ...]
@@ -82,11 +88,17 @@ class Channel:
     def late(self) -> bool:
         """True if a message leaves in the tick after the one that computes it, before the tick's forwards.
 
-        The message of a backward then travels while forwards run. A message that stays on its device then goes from
-        where it was written to its inbox: if it were kept as a received one, too, XLA would copy it in every tick.
+        A message that crosses then travels during the whole tick. Of the others, the message of a backward then
+        travels while forwards run. A message that stays on its device then goes from where it was written to its
+        inbox: if it were kept as a received one, too, XLA would copy it in every tick.
         """
         is_local = self.pairs is None and self.operation is not None
-        return is_local or self.operation == "backward"
+        return self.crosses or is_local or self.operation == "backward"
+
+    @property
+    def waits(self) -> bool:
+        """True if a message that has arrived is kept apart until the next tick begins, and goes to its inbox then."""
+        return self.crosses or not self.late
 
 
 class _Messages(NamedTuple):
@@ -100,6 +112,7 @@ class _Messages(NamedTuple):
       output: position in `Lowered.outgoing`.
       column: the column that reads the message.
       position: the position of the microbatch in that column's order.
+      ticks: the ticks after which the message is in its inbox: see `ticks_to_arrive`.
     """
 
     inbox: str
@@ -109,23 +122,32 @@ class _Messages(NamedTuple):
     output: np.ndarray
     column: np.ndarray
     position: np.ndarray
+    ticks: np.ndarray
 
     def only(self, which: np.ndarray) -> "_Messages":
         """The messages that `which` selects."""
         return _Messages(self.inbox, *(values[which] for values in self[1:]))
 
 
+def ticks_to_arrive(schedule: Schedule, source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """The ticks after which messages between devices are in their inboxes, 1 or 2.
+
+    A message that the table gives still more ticks waits there: a loop ends every transfer in the tick that begins it.
+    """
+    return np.minimum(schedule.ticks_between(source, target), 2)
+
+
 class _OpenChannel:
     """A channel while messages are assigned to it.
 
     Args:
-      local: whether messages stay on their device.
+      ticks: the ticks until its messages arrive; 0: they stay on their device.
       shared: payload and operation that all messages of the channel have in common.
       shape: T, D.
     """
 
-    def __init__(self, local: bool, shared: tuple, shape: tuple[int, int]):
-        self.local, self.shared = local, shared
+    def __init__(self, ticks: int, shared: tuple, shape: tuple[int, int]):
+        self.ticks, self.shared = ticks, shared
         self._num_devices = shape[1]
         self._target_of: dict[int, int] = {}
         self._source_of: dict[int, int] = {}
@@ -155,16 +177,16 @@ class _OpenChannel:
         arrives: dict[str, np.ndarray] = {}
         for m in self.messages:
             sends[m.tick], lane[m.tick, m.source] = True, m.output
-            # A message is readable from the next tick; after the last tick, that is the first tick
-            # of the next round.
-            next_round, next_tick = np.divmod(m.tick + 1, T)
+            # After the last tick comes the first tick of the next round.
+            next_round, next_tick = np.divmod(m.tick + m.ticks, T)
             cells = arrives.setdefault(m.inbox, np.full((T, D, 2), -1, np.int32))
             before = num_in_column[m.column] * next_round
             cells[next_tick, m.target] = np.stack([m.column, m.position - before], 1)
         _, operation = self.shared
         return Channel(
             operation=operation,
-            pairs=None if self.local else tuple(sorted(self._target_of.items())),
+            pairs=tuple(sorted(self._target_of.items())) if self.ticks else None,
+            crosses=self.ticks > 1,
             sends=sends,
             lane=lane,
             lanes=tuple(np.unique(np.concatenate([m.output for m in self.messages])).tolist()),
@@ -200,21 +222,21 @@ def assign_channels(
     for route in routes:
         shared = (route.payload, route.operation if overlap else None)
         messages = _messages(schedule, position, num_in_column, operations, route, outgoing)
-        candidates: dict[bool, list[_OpenChannel]] = {
-            local: [d for d in open_channels if (d.local, d.shared) == (local, shared)] for local in (False, True)
+        candidates: dict[int, list[_OpenChannel]] = {
+            ticks: [d for d in open_channels if (d.ticks, d.shared) == (ticks, shared)] for ticks in (0, 1, 2)
         }
         messages_of: dict[_OpenChannel, list[int]] = {}
-        cells = zip(*(a.tolist() for a in messages[1:4]))
-        for i, (tick, source, target) in enumerate(cells):
-            local = source == target
-            for channel in candidates[local]:
+        cells = zip(*(a.tolist() for a in (*messages[1:4], messages.ticks)))
+        for i, (tick, source, target, arrives_after) in enumerate(cells):
+            ticks = 0 if source == target else arrives_after
+            for channel in candidates[ticks]:
                 if channel.takes(tick, source, target):
                     break
             else:
-                channel = _OpenChannel(local, shared, shape)
+                channel = _OpenChannel(ticks, shared, shape)
                 channel.takes(tick, source, target)
                 open_channels.append(channel)
-                candidates[local].append(channel)
+                candidates[ticks].append(channel)
             messages_of.setdefault(channel, []).append(i)
         for channel, numbers in messages_of.items():
             channel.messages.append(messages.only(np.array(numbers)))
@@ -240,12 +262,14 @@ def _messages(
     column = schedule.column_of_microbatch[m, stage]
     num_lanes = sends.num_lanes if route.target else 0
     outputs = [outgoing.index((route.inbox, j)) for j in range(num_lanes)]
+    target = schedule.device[column]
     return _Messages(
         route.inbox,
         tick,
         source,
-        target=schedule.device[column],
+        target=target,
         output=np.array(outputs, int)[lane],
         column=column,
         position=position[m, column] + num_in_column[column] * rounds,
+        ticks=ticks_to_arrive(schedule, source, target),
     )

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe._util.foreign import shown
-from jpipe.lowering.channels import Route
+from jpipe.lowering.channels import Route, ticks_to_arrive
 from jpipe.lowering.spills import Spill, least_slots, spill, stashes_of
 from jpipe.schedule import IDLE, Schedule
 
@@ -282,8 +282,9 @@ def _lifetimes(
         arrival = np.full(forward.shape, IDLE, np.int64)
         for source, target in route.target.items():
             ticks, column = sent[:, source], schedule.column_of_microbatch[:, target]
-            # A message is readable from the tick after it was sent.
-            readable = np.where(ticks == IDLE, IDLE, ticks + 1)
+            sender = schedule.device[schedule.column_of_microbatch[:, source]]
+            way = ticks_to_arrive(schedule, sender, schedule.device[column])
+            readable = np.where(ticks == IDLE, IDLE, ticks + way)
             arrival[np.arange(len(ticks)), column] = readable
         read = forward
         if not schedule.forward_only:

@@ -446,7 +446,7 @@ def scalar_table(
     for name in ("update", "commit"):
         _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
-        add_of_all_devices(("channel", i, "sends"), channel.sends)
+        add_of_all_devices(("channel", i, "sends"), np.roll(channel.sends, channel.crosses))
         outputs = np.roll(channel.lane, channel.late, axis=0)
         table.add_plain(("channel", i, "lane"), outputs)
         for inbox, arrives in channel.arrives.items():

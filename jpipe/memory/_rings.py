@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.lowering.channels import ticks_to_arrive
 from jpipe.lowering.lower import CARRIES, HEAD_GRADIENT, STASHES
 from jpipe.memory import _carries
 from jpipe.memory._block import Block
@@ -198,8 +199,16 @@ def _sent_tick(builder: Builder, route: Any, m: int, column: int) -> int:
     return int(ticks[m, column])
 
 
-def _arrival(builder: Builder, route: Any, tick: int) -> float:
-    """The time at which a message, sent in a tick, lies in its inbox."""
+def _ticks_to_arrive(builder: Builder, sender: int, column: int) -> int:
+    """The ticks of a message from a column to another."""
+    source, target = builder.schedule.device[[sender, column]]
+    return int(ticks_to_arrive(builder.schedule, source, target))
+
+
+def _arrival(builder: Builder, route: Any, tick: int, ticks: int) -> float:
+    """The time at which a message, sent in a tick, lies in its inbox; see `_ticks_to_arrive`."""
+    if ticks > 1:
+        return builder.clock.at(tick + ticks, "receive", 0.5)
     if builder.engine.communication.overlap and route.operation == "backward":
         # It travels during the forwards of the next tick.
         return builder.clock.at(tick + 1, "backward", 0.0)
@@ -213,7 +222,8 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
     for route, source, sender, target, column, m in _messages(builder):
         if column not in builder.columns:
             continue
-        arrived = _arrival(builder, route, _sent_tick(builder, route, m, sender))
+        ticks = _ticks_to_arrive(builder, sender, column)
+        arrived = _arrival(builder, route, _sent_tick(builder, route, m, sender), ticks)
         forward = int(schedule.forward_ticks()[m, column])
         backward = int(schedule.backward_ticks()[m, column])
         size = _message_bytes(builder, route.inbox, source)
@@ -259,7 +269,7 @@ def _on_their_way(
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
         channel = _channel(builder, route, tick, sender, column)
-        late = lowered.channels[channel].late
+        late, waits = lowered.channels[channel].late, lowered.channels[channel].waits
         if sender in builder.columns:
             lane = builder.lanes[route.operation, sender, tick % T]
             number = lowered.outgoing.index((route.inbox, lane))
@@ -270,8 +280,9 @@ def _on_their_way(
             sent.setdefault(number, []).append(
                 builder.block(name, "message", size, written, moved, accesses, stage=source)
             )
-        if column in builder.columns and not late:
-            moved, read = clock.at(tick, "move", 0.5), _arrival(builder, route, tick)
+        if column in builder.columns and waits:
+            moved = clock.at(tick + 1, "receive", 0.5) if late else clock.at(tick, "move", 0.5)
+            read = _arrival(builder, route, tick, _ticks_to_arrive(builder, sender, column))
             accesses = [(moved, "write"), (read, "read")]
             name = f"{words}, received"
             received.setdefault(channel, []).append(
@@ -282,7 +293,7 @@ def _on_their_way(
 
 def _channel(builder: Builder, route: Any, tick: int, sender: int, column: int) -> int:
     """The number of the channel that brings a message from one column to another."""
-    t = (tick + 1) % builder.schedule.num_ticks
+    t = (tick + _ticks_to_arrive(builder, sender, column)) % builder.schedule.num_ticks
     source, target = builder.schedule.device[[sender, column]].tolist()
     for number, channel in enumerate(builder.lowered.channels):
         arrives = channel.arrives.get(route.inbox)

@@ -15,6 +15,7 @@ from jpipe._util.sizes import size_text
 from jpipe.compress import Compressor
 from jpipe.plan._exchanges import Axis
 from jpipe.plan._groups import groups
+from jpipe.plan._layouts import layouts, ticks_across
 from jpipe.plan._plans import Plan, is_wanted, plans, plans_with_copies
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
@@ -37,6 +38,8 @@ class Candidate(Plan):
       num_microbatches: N, microbatches per minibatch and replica.
       num_replicas: R, copies of the pipeline.
       microbatch_size: samples per microbatch, B / (N R).
+      dcn: the parts into which the network between servers cuts stages and replicas, as of `jpipe.make_mesh`; empty
+        if all devices are in one server.
       recompute: "none", "full", or the policy that the profile was made with.
       boundaries: the layer at which each stage after the first begins.
       prediction: seconds and bytes of a training step.
@@ -71,7 +74,7 @@ class Skipped(Plan):
     """A plan without a prediction: its schedule cannot be built, or cannot train the model.
 
     Attributes:
-      schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: see
+      schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size, dcn: see
         `Candidate`.
       why: the reason, in the words of the schedule's builder if the builder refused.
       num_tensor_devices, axes: see `Candidate`.
@@ -115,6 +118,9 @@ def choose(
     the fewest bytes. PipeDream's solver adds stages with copies, if the machine's bandwidth is
     known: schedules that take `replicas` are priced with what it finds for every number of
     devices.
+
+    If a plan needs several servers, it is priced with stages across them, and with replicas across them. Where stages
+    are, messages between servers take one tick, or two (`Schedule.message_ticks`).
 
     Args:
       profiles: profiles of one model at one or more microbatch sizes, and split over axes of a mesh. Plans with a
@@ -258,7 +264,25 @@ class _Pricing:
         if refusal is not None:
             yield Skipped(**vars(plan), why=refusal, axes=profile.axes)
             return
-        schedule, recompute, sharing = plan.table(), self.recompute, self.sharing
+        schedule, machine = plan.table(), groups(self.machine, profile.group_size)
+        for dcn in layouts(machine, schedule.num_devices, plan.num_replicas):
+            placed = dataclasses.replace(plan, dcn=dcn)
+            yield from self._priced(placed, schedule, profile, cut)
+            ticks = ticks_across(machine, dcn, schedule.num_devices, plan.num_replicas)
+            options = {**plan.options, "message_ticks": ticks}
+            if max(ticks, default=1) > 1 and not self._refuses(plan, options):
+                slow = dataclasses.replace(placed, options=options)
+                yield from self._priced(slow, slow.table(), profile, cut)
+
+    def _refuses(self, plan: Plan, options: dict[str, Any]) -> bool:
+        """Whether a builder refuses other options for a plan."""
+        return schedules.refusal(plan.schedule, plan.num_stages, plan.num_microbatches, **options) is not None
+
+    def _priced(
+        self, plan: Plan, schedule: Schedule, profile: Profile, cut: list[int] | None
+    ) -> Iterator[Candidate | Skipped]:
+        """`price` of a plan with a place for every device; `schedule` is its table."""
+        recompute, sharing = self.recompute, self.sharing
         if profile.recompute not in _SAME_PROGRAMS:
             recompute = [profile.recompute]
         reader = next((layer.name for layer in profile.layers if layer.reads_moved_state), None)
@@ -304,6 +328,7 @@ class _Pricing:
                 num_replicas=plan.num_replicas,
                 shard_optimizer=shard,
                 offload=offload,
+                dcn=plan.dcn,
             )
             return Candidate(
                 **vars(plan),

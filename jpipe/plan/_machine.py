@@ -1,21 +1,23 @@
 """Measures the machine: messages, ticks, steps, and cores that devices share."""
 
+import itertools
 import math
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe._processes.sharing import from_first, gather
 from jpipe.engine.calls import public
 from jpipe.layers.layer import InitApply
 from jpipe.lowering.target import target_of
-from jpipe.mesh import make_mesh
+from jpipe.mesh import grouped_by_slice, make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.schedules import gpipe
 from jpipe.solvers import Machine
@@ -35,7 +37,9 @@ def measure_machine(
     of a step, of a tick and of a byte. Then loops of matrix products run on all devices, with and
     without a message after each turn, in short and long turns: that gives the cost of waiting at
     the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
-    the tick the more. Whether collectives of layers pass under compute (`Machine.overlaps`) is known of the platform.
+    the tick the more. If devices are in several slices of TPUs, nodes of GPUs or processes, as many in
+    each, messages between two of these are timed too, beside messages in one: that gives the slow links.
+    Whether collectives of layers pass under compute (`Machine.overlaps`) is known of the platform.
 
     Of several processes every one must call it with the number of all devices. They get what process 0 measured.
 
@@ -57,6 +61,7 @@ def measure_machine(
     tick = max(small[1] - small[0], 0.0) / (2 * (many - few))
     step = max(small[0] - 2 * (few + num_devices - 1) * tick, 0.0)
     bandwidth, cores_per_device, jitter = math.inf, 1.0, 0.0
+    far, later, servers = math.inf, 0.0, _servers(num_devices)
     if num_devices > 1:
         size = message_bytes // 4
         large = [_step_seconds(num_devices, n, size) for n in (few, many)]
@@ -67,13 +72,19 @@ def measure_machine(
         if num_cores is not None:
             share = min(num_cores / num_devices, 1.0)
             cores_per_device = min(max(share * faster_alone, 1.0), num_cores)
+        far = bandwidth
+        if len(servers) > 1:
+            bandwidth, far, later = _links(servers, message_bytes)
+            tick = max(tick - later, 0.0)  # the stages that were timed are on all servers
     if jax.process_count() > 1:
-        measured = bandwidth, cores_per_device, jitter, tick, step
-        bandwidth, cores_per_device, jitter, tick, step = from_first(measured)
+        measured = bandwidth, far, later, cores_per_device, jitter, tick, step
+        bandwidth, far, later, cores_per_device, jitter, tick, step = from_first(measured)
     return Machine(
         num_devices,
         memory_limit,
-        (bandwidth, bandwidth),
+        (bandwidth, far),
+        latency=(0.0, later) if later else 0.0,  # that of a fast link is part of a tick
+        devices_per_server=num_devices // len(servers) if len(servers) > 1 else None,
         tick=tick,
         jitter=jitter,
         step=step,
@@ -102,6 +113,45 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
+
+
+def _servers(num_devices: int) -> list[list]:
+    """The devices in groups that share fast links; one group if these are of unequal sizes, or of one device."""
+    devices = jax.devices()[:num_devices]
+    servers = grouped_by_slice(devices)
+    if len(servers) == 1:
+        numbers = sorted({device.process_index for device in devices})
+        servers = [[device for device in devices if device.process_index == number] for number in numbers]
+    sizes = {len(server) for server in servers}
+    return servers if len(sizes) == 1 and min(sizes) > 1 else [devices]
+
+
+def _links(servers: Sequence[Sequence], message_bytes: int) -> tuple[float, float, float]:
+    """Bytes per second in a server and between two, and the seconds that an empty message takes longer between two."""
+    devices = [*itertools.chain(*servers)]
+    mesh, everywhere = Mesh(np.array(devices), ("stage",)), PartitionSpec()
+    turns, size = 20, len(servers[0])
+
+    def loop(target: int, num_bytes: int) -> Callable[[], float]:
+        """A function that sends between device 0 and another, there and back, and returns the seconds of a message."""
+
+        def run(x: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, turns, lambda _, x: lax.ppermute(x, "stage", [(0, target), (target, 0)]), x)
+
+        mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False))
+        placed = jax.device_put(np.ones(max(num_bytes // 4, 1), np.float32), NamedSharding(mesh, everywhere))
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(mapped(placed))
+            return (time.perf_counter() - start) / turns
+
+        return seconds
+
+    loops = [loop(target, num_bytes) for target in (1, size) for num_bytes in (4, message_bytes)]
+    measured = np.median([[seconds() for seconds in loops] for _ in range(12)][2:], axis=0).reshape(2, 2)
+    inside, between = (message_bytes / (full - empty) if full > empty else math.inf for empty, full in measured)
+    return float(inside), float(between), float(max(measured[1, 0] - measured[0, 0], 0.0))
 
 
 def _waiting(num_devices: int) -> tuple[float, float, float]:

@@ -25,6 +25,7 @@ class Plan:
     num_microbatches: int
     num_replicas: int
     microbatch_size: int
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict, kw_only=True)
 
     def table(self) -> Schedule:
         """Builds the schedule."""

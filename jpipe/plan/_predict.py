@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jpipe.lowering.versions import num_versions_of
 from jpipe.options.communication import message_compression
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._groups import Traffic, exchange_costs, groups, traffic_of
+from jpipe.plan._layouts import device_numbers
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
@@ -75,6 +76,7 @@ def predict(
     compress_gradients: Compressor | None = None,
     offload: Offload = NO_OFFLOAD,
     host_bandwidth: float = math.inf,
+    dcn: Mapping[str, int] | None = None,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -92,7 +94,7 @@ def predict(
       profile: the costs of the layers. A replica's minibatch is `num_microbatches` microbatches of
         the profile.
       boundaries: the layer at which each stage after the first begins.
-      machine: the machine. The devices of a replica are neighbours, and so are those of a group.
+      machine: the machine. The devices of a group are neighbours, and without `dcn` those of a replica too.
       num_replicas: the number of copies of the pipeline.
       shard_optimizer: whether the replicas of a stage share its update, as of `Pipeline`. Each takes an
         equal part of its time and of the optimizer's state, which is exact for updates that work element by
@@ -102,6 +104,8 @@ def predict(
       offload: see `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
         taken to be hidden.
       host_bandwidth: bytes per second between a device and its host, each way at its time.
+      dcn: the parts into which the network between servers cuts stages and replicas, as of `jpipe.make_mesh`. None:
+        devices are in order, replica by replica.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -128,7 +132,7 @@ def predict(
         compress_messages=message_compression(compress_messages),
         compress_gradients=compress_gradients,
     )
-    costs = stage_costs(schedule, profile, starts, machine, **options)
+    costs = stage_costs(schedule, profile, starts, machine, dcn=dcn or {}, **options)
     timing = simulate(schedule, costs)
     memory, moved = predict_memory(schedule, profile, starts, offload=offload, **options)
     return Prediction(
@@ -151,12 +155,13 @@ def stage_costs(
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
+    dcn: Mapping[str, int],
 ) -> Costs:
     """The costs of each stage in the form of `jpipe.simulate`.
 
     Args:
       schedule: the table, for the devices of the stages and for split backwards.
-      profile, machine, num_replicas, shard_optimizer, compress_gradients: see `predict`.
+      profile, machine, num_replicas, shard_optimizer, compress_gradients, dcn: see `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
     """
@@ -174,13 +179,15 @@ def stage_costs(
         machine = groups(machine, profile.group_size)
     copies = schedule.copies
     D, S = schedule.num_devices, schedule.num_stages
+    number = device_numbers(machine, dcn, D, num_replicas)
     # Seconds of the messages after a stage's forward, and after the backward of the next stage.
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
     for route, packing in _routes(profile, starts, compress_messages):
         for source, target in route.target.items():
-            # Of the links between copies the slowest, because it ends the tick.
-            pairs = itertools.product(copies[source], copies[target])
-            seconds = [machine.message_seconds(packing.num_bytes, pair) for pair in pairs if pair[0] != pair[1]]
+            # Of the links between copies, in all replicas, the slowest, because it ends the tick.
+            pairs = [pair for pair in itertools.product(copies[source], copies[target]) if pair[0] != pair[1]]
+            links = {tuple(number[list(pair), r].tolist()) for pair in pairs for r in range(num_replicas)}
+            seconds = [machine.message_seconds(packing.num_bytes, link) for link in links]
             if seconds:
                 boundary = source - (route.operation == "backward")
                 sent[route.operation][boundary] += max(seconds)
@@ -188,19 +195,19 @@ def stage_costs(
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         held = profile.layers[start:stop]
         gradients = sum(layer.gradient_bytes for layer in held)
-        ring = [copies[s][0] + r * D for r in range(num_replicas)]
+        ring = number[copies[s][0]].tolist()
         if shard_optimizer:
             update[s] /= len(copies[s]) * num_replicas
             # To scatter gradients and to gather weights takes half as long each as to add up as many bytes.
             weights = sum(layer.parameter_bytes for layer in held)
             gradients = (gradients + weights) // 2
-        replicas = [d + r * D for d in copies[s] for r in range(num_replicas)]
+        replicas = number[list(copies[s])].ravel().tolist()
         if compress_gradients is not None and len(replicas) > 1:
             num_bytes = _exchanged_bytes(held, compress_gradients, len(replicas))
             update[s] += machine.reduce_seconds(num_bytes, replicas)
             continue
         update[s] += machine.reduce_seconds(gradients, ring)
-        update[s] += machine.reduce_seconds(gradients, copies[s])
+        update[s] += machine.reduce_seconds(gradients, number[list(copies[s]), 0].tolist())
     return Costs(
         forward=total("forward"),
         backward=total("input_grad") if split else 0.0,

@@ -203,6 +203,7 @@ class Predictor:
             schedule.num_row_groups,
             stage=schedule.stage,
             device=schedule.device,
+            message_ticks=schedule.message_ticks,
         )
         return ForwardPass(
             schedule=table,

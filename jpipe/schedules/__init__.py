@@ -3,10 +3,11 @@
 import inspect
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jpipe._table.counts import wrong_counts
+from jpipe._table.messages import takes_one_tick, wrong_message_ticks
 from jpipe._util.foreign import read_text, shown
 from jpipe._util.suggest import did_you_mean, missing_attribute, suggests
 from jpipe._util.warn import warn
@@ -180,7 +181,14 @@ def refusal(name: str, num_stages: int, num_microbatches: int, **options: Any) -
     signature = inspect.signature(entry.build)
     arguments = signature.bind(num_stages, num_microbatches, **options)
     arguments.apply_defaults()
-    return entry.refusal(**arguments.arguments)
+    given = arguments.arguments
+    if "message_ticks" in inspect.signature(entry.refusal).parameters:
+        return entry.refusal(**given)
+    message_ticks = given.pop("message_ticks", 1)
+    reason = entry.refusal(**given)
+    if reason or takes_one_tick(message_ticks):
+        return reason
+    return wrong_message_ticks(message_ticks, _num_devices(entry, given))
 
 
 @suggests
@@ -197,7 +205,7 @@ def check_options(name: str, options: Any) -> None:
     Example:
       >>> check_options("one_f_one_b", ["tick"])
       Traceback (most recent call last):
-      ValueError: one_f_one_b has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas.
+      ValueError: one_f_one_b has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas, message_ticks.
     """
     known = list(inspect.signature(get(name)).parameters)[2:]
     for option in options:
@@ -206,6 +214,17 @@ def check_options(name: str, options: Any) -> None:
                 f"{name} has no option {shown(option)}.{did_you_mean(option, known)} "
                 f"It takes: {', '.join(known) or 'none'}."
             )
+
+
+def _num_devices(entry: _Entry, arguments: Mapping[str, Any]) -> int:
+    """The devices of the table that a builder makes of arguments that it accepts."""
+    num_stages = arguments["num_stages"]
+    if arguments.get("replicas") is not None:
+        return sum(arguments["replicas"])
+    for devices in (arguments.get("device"), arguments.get("stage")):
+        if devices is not None:
+            return max(devices) + 1
+    return num_stages // arguments.get("num_chunks", entry.stages_per_device)
 
 
 def stages_per_device(name: str, most: int) -> range:

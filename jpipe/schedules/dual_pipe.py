@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe._table.cells import IDLE
+from jpipe._table.messages import MessageTicks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import down_and_up, raise_refusal, wrong_counts_or_halves
 from jpipe.schedules.list_scheduling import Job, inputs
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 def refusal(num_stages: int, num_microbatches: int) -> str | None:
@@ -28,7 +30,7 @@ def refusal(num_stages: int, num_microbatches: int) -> str | None:
 
 
 @suggests
-def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
+def dual_pipe_v(num_stages: int, num_microbatches: int, *, message_ticks: MessageTicks = 1) -> Schedule:
     """DualPipe-V: two stages per device, placed down the devices and up again, and both passes in most ticks.
 
         s0@0  F0 F1 F2 .  .  .  .  F3 .  .  .  .  .  .  .  .        S=4, N=4;
@@ -57,12 +59,13 @@ def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
     Args:
       num_stages: S, even: twice the number of devices.
       num_microbatches: N, at least S.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of T = 2 N + 5 S / 2 - 2 ticks; with two stages one more.
 
     Raises:
-      ValueError: if a count is below 1, `num_stages` is odd, or N is less than S.
+      ValueError: if a count is below 1, `num_stages` is odd, N is less than S, or `message_ticks` do not fit.
 
     Example:
       Four devices. A forward, an input gradient and a weight gradient of one of 8 stages take a unit of time each.
@@ -100,7 +103,8 @@ def dual_pipe_v(num_stages: int, num_microbatches: int) -> Schedule:
             if cell.weight_grad:
                 ticks["weight_grad"][waiting[d].popleft()] = tick
         tick += 1
-    return Schedule.from_ticks("dual_pipe_v", **ticks, device=down_and_up(S))
+    arguments = dict(ticks, device=down_and_up(S))
+    return Schedule.from_ticks("dual_pipe_v", **with_message_ticks(arguments, message_ticks))
 
 
 _KINDS = ("forward", "backward", "weight_grad")

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpipe._table.counts import wrong_counts
+from jpipe._table.messages import MessageTicks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.copies import in_groups
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 def refusal(
@@ -38,6 +40,8 @@ def forward_only(
     num_microbatches: int,
     stage: Sequence[int] | np.ndarray | None = None,
     device: Sequence[int] | np.ndarray | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> Schedule:
     """Forward only: prediction. `Pipeline` refuses it as a schedule of training.
 
@@ -55,14 +59,15 @@ def forward_only(
         c is stage c.
       device: `[C]`, the device of each column. None: one device per stage. A stage on several
         devices has a copy on each of them, and its microbatches take turns.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of T = N + S - 1 ticks, on one device N S; with copies, see `gpipe` for N.
       Every operation reads weight version 0.
 
     Raises:
-      ValueError: if either count is below 1, or `stage` and `device` do not place every
-        stage.
+      ValueError: if either count is below 1, `stage` and `device` do not place every
+        stage, or `message_ticks` do not fit.
 
     Example:
       Four stages on two devices, placed as by `interleaved`.
@@ -75,12 +80,12 @@ def forward_only(
     if len(columns) == num_stages:
         one_device = device is not None and len(set(np.atleast_1d(device).tolist())) == 1
         ticks_apart = num_stages if one_device else 1
-        return Schedule.from_ticks(
-            "forward_only",
+        line: dict = dict(
             forward=ticks_apart * np.arange(num_microbatches)[:, None] + columns,
             stage=columns,
             device=device,
         )
+        return Schedule.from_ticks("forward_only", **with_message_ticks(line, message_ticks))
     devices = columns if device is None else np.atleast_1d(device)
     pairs = dict.fromkeys(zip(columns.tolist(), devices.tolist(), strict=True))
     copies = [[d for s, d in pairs if s == t] for t in range(num_stages)]
@@ -89,4 +94,4 @@ def forward_only(
         return dict(forward=np.arange(N)[:, None] + np.arange(num_stages))
 
     arguments = in_groups(ticks, num_microbatches, copies)
-    return Schedule.from_ticks("forward_only", **arguments)
+    return Schedule.from_ticks("forward_only", **with_message_ticks(arguments, message_ticks))

@@ -4,14 +4,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._table.messages import MessageTicks
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_replicas
 from jpipe.schedules.copies import with_copies
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 @suggests
-def gpipe(num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None) -> Schedule:
+def gpipe(
+    num_stages: int,
+    num_microbatches: int,
+    replicas: Sequence[int] | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
+) -> Schedule:
     """GPipe: all forwards, then all backwards, then one update.
 
         s0 F0 F1 F2 .  .  B0 B1 B2          S=2, N=3; time runs right
@@ -28,13 +36,14 @@ def gpipe(num_stages: int, num_microbatches: int, replicas: Sequence[int] | None
       replicas: the number of copies of each stage, such as (3, 1). A tick then moves as many
         microbatches as the largest number L, so N / L, rounded up, stands for N above. None:
         one each.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
-      A `Schedule` of T = 2 (N + S - 1) ticks. Every operation reads weight version 0, and
-      every stage updates in the last tick.
+      A `Schedule` of T = 2 (N + S - 1) ticks; if messages take k ticks, 2 (N + k (S - 1)). Every operation
+      reads weight version 0, and every stage updates in the last tick.
 
     Raises:
-      ValueError: if either count is below 1, or `replicas` does not fit.
+      ValueError: if either count is below 1, or `replicas` or `message_ticks` do not fit.
 
     Example:
       >>> gpipe(4, 8).num_ticks
@@ -50,4 +59,5 @@ def gpipe(num_stages: int, num_microbatches: int, replicas: Sequence[int] | None
         first_backward = num_stages + N - 1
         return dict(forward=m + s, backward=first_backward + m + (num_stages - 1 - s))
 
-    return Schedule.from_ticks("gpipe", **with_copies(ticks, num_microbatches, replicas))
+    arguments = with_copies(ticks, num_microbatches, replicas)
+    return Schedule.from_ticks("gpipe", **with_message_ticks(arguments, message_ticks))

@@ -3,11 +3,13 @@
 import numpy as np
 
 from jpipe._table.counts import wrong_counts
+from jpipe._table.messages import MessageTicks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import OVERLAPPED, TICKS, raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Job, Progress, list_schedule
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str) -> str | None:
@@ -36,7 +38,14 @@ def refusal(num_stages: int, num_microbatches: int, num_chunks: int, ticks: str)
 
 
 @suggests
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, ticks: str = "paired") -> Schedule:
+def interleaved(
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 2,
+    ticks: str = "paired",
+    *,
+    message_ticks: MessageTicks = 1,
+) -> Schedule:
     """Interleaved 1F1B: device d runs the stages d, D + d, 2 D + d, ... of S.
 
         s0@0  F0  F1  .   .   F2  F3  .   .   .   .   .   .      S=4, N=4, paired;
@@ -83,6 +92,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
       num_microbatches: N, a multiple of D.
       num_chunks: v, stages per device, at least 1. With 1 it is `one_f_one_b` in time.
       ticks: "paired", "unit" or "overlapped".
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of T = v N + v D + D - 2 paired, one more overlapped, or 3 v N + 2 (D - 1) unit ticks. A tick
@@ -91,7 +101,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
     Raises:
       ValueError: if a count is below 1, `num_chunks` does not divide `num_stages`, the
         number of devices does not divide `num_microbatches`, or `ticks` is none of the
-        three.
+        three, or `message_ticks` do not fit.
 
     Example:
       Four devices. The unit of time is an operation of one of 8 stages; 1F1B on 4 devices
@@ -116,12 +126,12 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
     forward, backward = (group + D * c for c in (chunk, num_chunks - 1 - chunk))
     if ticks != "unit":
         later = int(ticks == "overlapped")
-        return Schedule.from_ticks(
-            "interleaved",
+        arguments = dict(
             device=d,
             forward=forward + d,
             backward=num_chunks * D + backward + D - 2 - d + later,
         )
+        return Schedule.from_ticks("interleaved", **with_message_ticks(arguments, message_ticks))
 
     count = num_chunks * num_microbatches  # forwards of a device
 
@@ -142,4 +152,5 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int = 2, tic
         )
         return next(due, None)
 
-    return Schedule.from_ticks("interleaved", **list_schedule(d.tolist(), num_microbatches, choose))
+    arguments = list_schedule(d.tolist(), num_microbatches, choose)
+    return Schedule.from_ticks("interleaved", **with_message_ticks(arguments, message_ticks))

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._table.messages import MessageTicks
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import OVERLAPPED, TICKS, raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, unit_ticks, with_copies
+from jpipe.schedules.message_ticks import with_message_ticks
 
 refusal = functools.partial(wrong_counts_or_ticks, known=TICKS | OVERLAPPED)
 """The reason why `one_f_one_b` refuses its arguments; None if it accepts them."""
@@ -20,6 +22,8 @@ def one_f_one_b(
     num_microbatches: int,
     ticks: str = "paired",
     replicas: Sequence[int] | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> Schedule:
     """1F1B: backwards run as early as possible, in turn with forwards; then one update.
 
@@ -66,14 +70,15 @@ def one_f_one_b(
         and keeps at most w_s + 1 activations, with w_s the number of devices after the copies
         of stage s and of its other copies, divided by its copies and rounded down. None: one
         each.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of T = N + 2 S - 2 paired, N + 2 S - 1 overlapped or 3 N + 2 (S - 1) unit ticks. Every
       operation reads weight version 0, and every stage updates in the last tick.
 
     Raises:
-      ValueError: if either count is below 1, `ticks` is none of the three, or `replicas` does
-        not fit.
+      ValueError: if either count is below 1, `ticks` is none of the three, or `replicas` or
+        `message_ticks` do not fit.
 
     Example:
       >>> paired, unit = (one_f_one_b(4, 8, ticks=t).facts() for t in ("paired", "unit"))
@@ -103,7 +108,7 @@ def one_f_one_b(
         arguments = unit_ticks(num_microbatches, replicas, synchronous=True)
     else:
         arguments = _straight_unit_ticks(num_stages, num_microbatches)
-    return Schedule.from_ticks("one_f_one_b", **arguments)
+    return Schedule.from_ticks("one_f_one_b", **with_message_ticks(arguments, message_ticks))
 
 
 def _straight_unit_ticks(num_stages: int, num_microbatches: int) -> dict[str, np.ndarray]:

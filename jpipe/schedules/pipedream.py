@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._table.messages import MessageTicks
 from jpipe._util.suggest import suggests
 from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
@@ -29,6 +30,8 @@ def pipedream(
     ticks: str = "unit",
     vertical_sync: bool = False,
     replicas: Sequence[int] | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> Schedule:
     """PipeDream: a backward reads the weights that its forward read.
 
@@ -46,14 +49,15 @@ def pipedream(
       ticks: "unit" or "paired", as for `pipemare`.
       vertical_sync: whether all stages read the version of stage 0.
       replicas: the number of copies of each stage, or None, as for `pipemare`.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of one round. Without copies it has T = 3 N unit or N paired ticks, and no
       bubble.
 
     Raises:
-      ValueError: if either count is below 1, `ticks` is neither of the two, or `replicas` does
-        not fit.
+      ValueError: if either count is below 1, `ticks` is neither of the two, or `replicas` or
+        `message_ticks` do not fit.
 
     Example:
       >>> pipedream(4, 1).facts().weight_versions.tolist()
@@ -76,7 +80,7 @@ def pipedream(
       Narayanan et al., SOSP 2019, arXiv:1806.03377, sections 3.2 and 3.3.
     """
     raise_refusal(refusal(num_stages, num_microbatches, ticks, vertical_sync, replicas))
-    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas, message_ticks)
     forward = steady["forward"]
     version = newest_version(forward, last_gradients(steady), steady["num_ticks"])
     if vertical_sync:

@@ -1,13 +1,15 @@
 """PipeDream-2BW: no flush, two weight versions."""
 
+import itertools
 from collections.abc import Sequence
 
+from jpipe._table.messages import MessageTicks, wrong_message_ticks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule
+from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, warm_up
-from jpipe.schedules.steady import steady_ticks
+from jpipe.schedules.steady import last_gradients, steady_ticks
 
 
 def refusal(
@@ -15,6 +17,7 @@ def refusal(
     num_microbatches: int,
     ticks: str,
     replicas: Sequence[int] | None,
+    message_ticks: MessageTicks = 1,
 ) -> str | None:
     """The reason why `pipedream_2bw` refuses these arguments; None if it accepts them."""
     if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas):
@@ -29,6 +32,14 @@ def refusal(
         # A copy has as many microbatches of a minibatch as it runs forward to warm up.
         least = max(r * w for r, w in zip(counts, warm_up(counts), strict=True))
         least = max(least, *counts)
+    if wrong := wrong_message_ticks(message_ticks, sum(counts)):
+        return wrong
+    if message_ticks != 1:
+        enough = (
+            n for n in itertools.count(least) if _reads_two_versions(num_stages, n, ticks, replicas, message_ticks)
+        )
+        least = next(enough)
+        copies += f" and `message_ticks` of {shown(message_ticks)}"
     if num_microbatches >= least:
         return None
     return (
@@ -38,12 +49,23 @@ def refusal(
     )
 
 
+def _reads_two_versions(
+    num_stages: int, num_microbatches: int, ticks: str, replicas: Sequence[int] | None, message_ticks: MessageTicks
+) -> bool:
+    """Whether every forward can read the version before that of its minibatch."""
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas, message_ticks)
+    newest = newest_version(steady["forward"], last_gradients(steady), steady["num_ticks"])
+    return bool((newest[steady["forward"] != IDLE] >= -1).all())
+
+
 @suggests
 def pipedream_2bw(
     num_stages: int,
     num_microbatches: int,
     ticks: str = "unit",
     replicas: Sequence[int] | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> Schedule:
     """PipeDream-2BW: every forward and backward reads the version before the newest.
 
@@ -58,13 +80,15 @@ def pipedream_2bw(
       num_microbatches: N, microbatches per update.
       ticks: "unit" or "paired", as for `pipemare`.
       replicas: the number of copies of each stage, or None, as for `pipemare`.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of one round. Without copies it has T = 3 N unit or N paired ticks, and no
       bubble.
 
     Raises:
-      ValueError: if N is too small, `ticks` is neither of the two, or `replicas` does not fit.
+      ValueError: if N is too small, `ticks` is neither of the two, or `replicas` or
+        `message_ticks` do not fit.
 
     Example:
       >>> facts = pipedream_2bw(4, 8).facts()
@@ -74,6 +98,6 @@ def pipedream_2bw(
     References:
       Narayanan et al., ICML 2021, arXiv:2006.09503, section 3.1.
     """
-    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas))
-    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
+    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas, message_ticks))
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas, message_ticks)
     return Schedule.from_ticks("pipedream_2bw", **steady, forward_version=-1, backward_version=-1)

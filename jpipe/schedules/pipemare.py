@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._table.messages import MessageTicks, wrong_message_ticks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
@@ -18,9 +19,13 @@ def refusal(
     ticks: str,
     replicas: Sequence[int] | None,
     max_delay: int | None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> str | None:
     """The reason why `pipemare` refuses these arguments; None if it accepts them."""
     if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas):
+        return wrong
+    if wrong := wrong_message_ticks(message_ticks, num_stages if replicas is None else sum(replicas)):
         return wrong
     if max_delay is None:
         return None
@@ -29,12 +34,12 @@ def refusal(
             "`max_delay` must be a whole number of updates, at least 1, or None for no bound, got "
             f"{shown(max_delay)}: a pipeline that never drains has microbatches in flight at every update."
         )
-    table = _table(num_stages, num_microbatches, ticks, replicas)
+    table = _table(num_stages, num_microbatches, ticks, replicas, message_ticks)
     delay = int(table.facts().forward_delay.max())
     if delay <= max_delay:
         return None
     advice = "Use more microbatches"
-    if replicas is None or not has_copies(replicas):
+    if message_ticks == 1 and (replicas is None or not has_copies(replicas)):
         flight = num_stages - 1 if ticks == "unit" else 2 * num_stages - 1
         advice = f"Use {-(-flight // max_delay)} microbatches or more"
     return (
@@ -49,9 +54,10 @@ def _table(
     num_microbatches: int,
     ticks: str,
     replicas: Sequence[int] | None,
+    message_ticks: MessageTicks,
 ) -> Schedule:
     """The table, whatever its delays."""
-    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas, message_ticks)
     return Schedule.from_ticks("pipemare", **steady)
 
 
@@ -62,6 +68,8 @@ def pipemare(
     ticks: str = "unit",
     replicas: Sequence[int] | None = None,
     max_delay: int | None = None,
+    *,
+    message_ticks: MessageTicks = 1,
 ) -> Schedule:
     """PipeMare: forwards and backwards read the newest weights.
 
@@ -97,14 +105,15 @@ def pipemare(
         takes about as long as the copy with the most microbatches.
       max_delay: the largest delay allowed on any stage, in updates, at least 1; PACI has 1.
         None: any.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of one round. Without copies it has T = 3 N unit or N paired ticks, and no
       bubble.
 
     Raises:
-      ValueError: if either count is below 1, `ticks` is neither of the two, `replicas` does
-        not fit, or a delay is longer than `max_delay`. The message says how many
+      ValueError: if either count is below 1, `ticks` is neither of the two, `replicas` or
+        `message_ticks` do not fit, or a delay is longer than `max_delay`. The message says how many
         microbatches are enough.
 
     Example:
@@ -124,5 +133,5 @@ def pipemare(
       Yang et al., MLSys 2021, arXiv:1910.05124, section 2 and Table 1. Elam et al., Breaking the
       Bubble (PACI), 2026, arXiv:2606.07881.
     """
-    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas, max_delay))
-    return _table(num_stages, num_microbatches, ticks, replicas)
+    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas, max_delay, message_ticks=message_ticks))
+    return _table(num_stages, num_microbatches, ticks, replicas, message_ticks)

@@ -3,10 +3,12 @@
 import numpy as np
 
 from jpipe._table.counts import wrong_counts
+from jpipe._table.messages import MessageTicks
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import TICKS, raise_refusal, wrong_ticks
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 def refusal(num_stages: int, num_microbatches: int, num_slices: int, ticks: str) -> str | None:
@@ -23,7 +25,14 @@ def refusal(num_stages: int, num_microbatches: int, num_slices: int, ticks: str)
 
 
 @suggests
-def seq_one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 2, ticks: str = "paired") -> Schedule:
+def seq_one_f_one_b(
+    num_stages: int,
+    num_microbatches: int,
+    num_slices: int = 2,
+    ticks: str = "paired",
+    *,
+    message_ticks: MessageTicks = 1,
+) -> Schedule:
     """Seq1F1B: 1F1B whose microbatches are slices of sequences.
 
         s0 F0 F1 F2 F3 .  .  .           S=2, N=4, k=2, paired; time runs right
@@ -49,14 +58,15 @@ def seq_one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 2,
       num_microbatches: N, the slices of all groups, a multiple of k.
       num_slices: k, slices of a sequence, at least 1. With 1 the table is that of `one_f_one_b`.
       ticks: "paired" or "unit", as of `one_f_one_b`.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` of T = N + 2 S + k - 3 paired or 3 N + 2 (S - 1) unit ticks. Every operation reads weight version 0,
       and every stage updates in the last tick.
 
     Raises:
-      ValueError: if a count is below 1, `num_slices` does not divide `num_microbatches`, or `ticks` is neither of the
-        two.
+      ValueError: if a count is below 1, `num_slices` does not divide `num_microbatches`, `ticks` is neither of the
+        two, or `message_ticks` do not fit.
 
     Example:
       Four stages, and two sequences on each: with four slices the bubble is that of eight microbatches.
@@ -77,10 +87,13 @@ def seq_one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 2,
     s, m = np.arange(num_stages), np.arange(N)[:, None]
     after = num_stages - 1 - s  # stages after this one
     place = m // k * k + k - 1 - m % k  # in the order of backwards
+
+    def table(**arguments: np.ndarray) -> Schedule:
+        spaced = with_message_ticks(arguments, message_ticks)
+        return Schedule.from_ticks("seq_one_f_one_b", **spaced, num_slices=k)
+
     if ticks == "paired":
-        return Schedule.from_ticks(
-            "seq_one_f_one_b", forward=m + s, backward=place + k - 1 + num_stages - 1 + after, num_slices=k
-        )
+        return table(forward=m + s, backward=place + k - 1 + num_stages - 1 + after)
     warm_up = after + k - 1  # forwards before the first one that follows a backward
 
     def backward(place: np.ndarray) -> np.ndarray:
@@ -88,10 +101,8 @@ def seq_one_f_one_b(num_stages: int, num_microbatches: int, num_slices: int = 2,
         return num_stages + k - 1 + after + 3 * place - np.maximum(place - (N - k), 0)
 
     tick = backward(place)
-    return Schedule.from_ticks(
-        "seq_one_f_one_b",
+    return table(
         forward=np.where(m < warm_up, m + s, backward(m - warm_up) - 1),
         backward=tick,
         weight_grad=tick + 1,
-        num_slices=k,
     )

@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jpipe._table.messages import MessageTicks
 from jpipe.schedules.copies import has_copies, unit_ticks, with_copies
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 def steady_ticks(
@@ -13,6 +15,7 @@ def steady_ticks(
     num_microbatches: int,
     ticks: str,
     replicas: Sequence[int] | None = None,
+    message_ticks: MessageTicks = 1,
 ) -> dict[str, Any]:
     """Arguments of `Schedule.from_ticks` for a pipeline that is always full.
 
@@ -25,11 +28,12 @@ def steady_ticks(
       num_stages: S, at least 1.
       num_microbatches: N, at least 1.
       ticks: "unit" or "paired".
-      replicas: the number of copies of each stage, or None. The builders check all four.
+      replicas: the number of copies of each stage, or None.
+      message_ticks: see `jpipe.Schedule`. The builders check all five.
 
     Returns:
       The fields `forward`, `backward`, in unit ticks `weight_grad`, and `num_ticks`; with
-      copies also `stage` and `device`.
+      copies also `stage` and `device`, and `message_ticks` above 1.
 
     Example:
       >>> arguments = steady_ticks(2, 1, "unit")
@@ -37,7 +41,8 @@ def steady_ticks(
       {'forward': [0, 2], 'backward': [4, 3], 'weight_grad': [5, 4], 'num_ticks': [3]}
     """
     if ticks == "unit" and replicas is not None and has_copies(replicas):
-        return unit_ticks(num_microbatches, replicas, synchronous=False)
+        copied = unit_ticks(num_microbatches, replicas, synchronous=False)
+        return with_message_ticks(copied, message_ticks)
 
     def round_of(N: int) -> dict[str, Any]:
         s, m = np.arange(num_stages), np.arange(N)[:, None]
@@ -52,7 +57,7 @@ def steady_ticks(
             num_ticks=3 * N,
         )
 
-    return dict(with_copies(round_of, num_microbatches, replicas))
+    return with_message_ticks(with_copies(round_of, num_microbatches, replicas), message_ticks)
 
 
 def last_gradients(steady: dict[str, Any]) -> np.ndarray:

@@ -3,14 +3,16 @@
 import functools
 
 from jpipe._table.counts import check_counts
+from jpipe._table.messages import MessageTicks
 from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import down_and_up, raise_refusal, wrong_counts_or_halves
 from jpipe.schedules.list_scheduling import Job, Progress, Rule, list_schedule
+from jpipe.schedules.message_ticks import with_message_ticks
 
 
 @suggests
-def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble_h1(num_stages: int, num_microbatches: int, *, message_ticks: MessageTicks = 1) -> Schedule:
     """ZB-H1: 1F1B in which stage s keeps s weight gradients waiting.
 
         s0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3      S=2, N=4; time runs right
@@ -24,12 +26,13 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` in unit ticks. For N >= S it has T = 3 N + S - 1.
 
     Raises:
-      ValueError: if either count is below 1.
+      ValueError: if either count is below 1, or `message_ticks` do not fit.
 
     Example:
       >>> facts = zero_bubble_h1(4, 8).facts()
@@ -53,7 +56,7 @@ def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
         return ready_of_kind.get(kind)
 
     ticks = list_schedule(range(num_stages), num_microbatches, choose)
-    return Schedule.from_ticks("zero_bubble_h1", **ticks)
+    return Schedule.from_ticks("zero_bubble_h1", **with_message_ticks(ticks, message_ticks))
 
 
 def _backward_first(limit: int) -> Rule:
@@ -84,7 +87,7 @@ def _backward_first(limit: int) -> Rule:
 
 
 @suggests
-def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble_h2(num_stages: int, num_microbatches: int, *, message_ticks: MessageTicks = 1) -> Schedule:
     """ZB-H2: no bubble between a device's first and last operation; twice the activations.
 
         s0 F0 F1 F2 B0 W0 B1 F3 B2 W1 W2 B3 W3 .       S=2, N=4; time runs right
@@ -103,12 +106,13 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1. With 2 S - 1 or more the pipeline is full.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` in unit ticks. For N >= 2 S - 1 it has T = 3 N + S - 1.
 
     Raises:
-      ValueError: if either count is below 1.
+      ValueError: if either count is below 1, or `message_ticks` do not fit.
 
     Example:
       >>> facts = zero_bubble_h2(4, 8).facts()
@@ -121,7 +125,7 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     rule = _backward_first(2 * num_stages - 1)
     ticks = list_schedule(range(num_stages), num_microbatches, rule)
-    return Schedule.from_ticks("zero_bubble_h2", **ticks)
+    return Schedule.from_ticks("zero_bubble_h2", **with_message_ticks(ticks, message_ticks))
 
 
 zb_v_refusal = functools.partial(wrong_counts_or_halves, "ZB-V")
@@ -129,7 +133,7 @@ zb_v_refusal = functools.partial(wrong_counts_or_halves, "ZB-V")
 
 
 @suggests
-def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
+def zero_bubble_v(num_stages: int, num_microbatches: int, *, message_ticks: MessageTicks = 1) -> Schedule:
     """ZB-V: two stages per device, placed down the devices and up again.
 
         s0@0  F0  F1  .   .   .   .   .   B0  W0  B1  W1  .   .   S=4, N=2; time runs right
@@ -149,12 +153,13 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     Args:
       num_stages: S, even: twice the number of devices.
       num_microbatches: N, at least 1.
+      message_ticks: the ticks that messages take, see `jpipe.Schedule`: a number, or one for each boundary.
 
     Returns:
       A `Schedule` in unit ticks. A tick is as long as an operation of one of S stages.
 
     Raises:
-      ValueError: if a count is below 1, or `num_stages` is odd.
+      ValueError: if a count is below 1, `num_stages` is odd, or `message_ticks` do not fit.
 
     Example:
       Four devices, which work 48 of 51 ticks.
@@ -176,4 +181,4 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     """
     raise_refusal(zb_v_refusal(num_stages, num_microbatches))
     ticks = list_schedule(down_and_up(num_stages), num_microbatches, _backward_first(num_stages))
-    return Schedule.from_ticks("zero_bubble_v", **ticks)
+    return Schedule.from_ticks("zero_bubble_v", **with_message_ticks(ticks, message_ticks))

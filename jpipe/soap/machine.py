@@ -245,12 +245,12 @@ def measured(machine: Any, *, flops: float, memory_bandwidth: float, device_kind
     inner, outer = machine.bandwidth
     size = machine.server_size
     finite = 1e15  # a link that is too fast to measure
-    levels = [Level(size, min(inner, finite), machine.latency)]
+    levels = [Level(size, min(inner, finite), machine.latencies[0])]
     if machine.num_devices > size:
         if machine.num_devices % size:
             raise ValueError(f"{machine.num_devices} devices do not fill servers of {size}. Choose a multiple.")
         servers = machine.num_devices // size
-        levels.append(Level(servers, min(outer, finite), machine.latency, True))
+        levels.append(Level(servers, min(outer, finite), machine.latencies[1], True))
     return Machine(
         "measured",
         tuple(levels),

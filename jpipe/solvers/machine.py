@@ -15,7 +15,7 @@ class Machine:
       num_devices: number of devices on all servers. Numbers begin on the first server.
       memory_limit: bytes per device.
       bandwidth: bytes per second between two devices, in one server and on two servers.
-      latency: seconds of an empty message.
+      latency: seconds of an empty message; or two numbers, in one server and on two servers.
       devices_per_server: number of devices that share the fast links; None: all devices.
       tick: seconds of a tick without its operations and the bytes of its messages.
       jitter: the fraction by which a tick takes longer if several devices compute in it; see
@@ -34,7 +34,7 @@ class Machine:
     num_devices: int
     memory_limit: float = math.inf
     bandwidth: tuple[float, float] = (math.inf, math.inf)
-    latency: float = 0.0
+    latency: float | tuple[float, float] = 0.0
     devices_per_server: int | None = None
     tick: float = 0.0
     jitter: float = 0.0
@@ -57,8 +57,9 @@ class Machine:
                 raise ValueError(
                     f"`{name}` must be above 0, got {shown(getattr(self, name))}: with it nothing could run."
                 )
-        for name in ("latency", "tick", "jitter", "step"):
-            if not 0 <= getattr(self, name) < math.inf:
+        times = {name: (getattr(self, name),) for name in ("tick", "jitter", "step")} | {"latency": self.latencies}
+        for name, values in times.items():
+            if not all(0 <= value < math.inf for value in values):
                 what = "fraction of a tick" if name == "jitter" else "number of seconds"
                 raise ValueError(f"`{name}` must be a {what}, at least 0, got {shown(getattr(self, name))}.")
 
@@ -69,6 +70,11 @@ class Machine:
             return self.num_devices
         return self.devices_per_server
 
+    @property
+    def latencies(self) -> tuple[float, float]:
+        """Seconds of an empty message in one server, and on two servers."""
+        return self.latency if isinstance(self.latency, tuple) else (self.latency, self.latency)
+
     def message_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
         """Seconds of a message between two devices, or of one turn of a ring of devices.
 
@@ -77,7 +83,8 @@ class Machine:
           devices: the numbers of the devices. The slowest link between neighbours counts.
         """
         servers = {d // self.server_size for d in devices}
-        return self.latency + num_bytes / self.bandwidth[len(servers) > 1]
+        far = len(servers) > 1
+        return self.latencies[far] + num_bytes / self.bandwidth[far]
 
     def reduce_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
         """Seconds to add up `num_bytes` over n devices in a ring.
@@ -107,4 +114,4 @@ class Machine:
         far = len(devices) - min(map(servers.count, servers))
         others = max(len(devices) - 1, 1)
         per_byte = ((others - far) / self.bandwidth[0] + far / self.bandwidth[-1]) / others
-        return num_messages * self.latency + num_bytes * per_byte
+        return num_messages * self.latencies[far > 0] + num_bytes * per_byte

@@ -89,6 +89,15 @@ def tables():
         yield irregular(seed, synchronous=True)
         yield irregular(seed, synchronous=False)
     yield Schedule.from_text(HAND_WRITTEN, name="hand-written").check()
+    for N, ticks in itertools.product((2, 4, 8), (2, 3, (1, 2, 1))):
+        for make in (gpipe, one_f_one_b, forward_only, pipedream):
+            yield make(4, N, message_ticks=ticks)
+        yield pipedream(4, N, "paired", message_ticks=ticks)
+        yield one_f_one_b(4, N, ticks="unit", message_ticks=ticks)
+        yield interleaved(8, N * 4, message_ticks=ticks)
+        yield one_f_one_b(2, N + 1, replicas=(1, 3), message_ticks=ticks)
+        yield pipedream(2, N + 1, replicas=(3, 1), message_ticks=ticks)
+    yield zero_bubble_v(4, 4, message_ticks=2)
 
 
 with warnings.catch_warnings():
@@ -142,7 +151,7 @@ def replay(lowered, recompute, num_rounds):
     """Runs a lowered table on names instead of arrays, in the engine's order."""
     table, ops, slots = lowered.schedule, lowered.operations, Slots(lowered)
     N, last = table.num_microbatches, table.num_stages - 1
-    received = {}
+    received, crossing = {}, {}  # what the next tick can read, and what the tick after it can
     PER_ROUND.clear()
     PER_ROUND.update(enumerate((table.forward != IDLE).sum(axis=0).tolist()))
 
@@ -184,15 +193,16 @@ def replay(lowered, recompute, num_rounds):
         for _, _, *what in operations_at(ops["weight_grad"], t, r, N):
             slots.read("weight_stash", *what)
             slots.read("split_residuals", *what)
-        received = {}
+        received, crossing, arrived = crossing, {}, []
         for i, channel in enumerate(lowered.channels):
             pairs = channel.pairs or [(d, d) for d in range(table.num_devices)]
-            after = (t + 1) % table.num_ticks
+            after = (t + 1 + channel.crosses) % table.num_ticks
             for source, target in pairs if channel.sends[t] else ():
                 message = sent.get((source, int(channel.lane[t, source])))
                 if message and any(slots[after, target, 0] >= 0 for slots in channel.arrives.values()):
-                    received[i, target] = message
-        assert sorted(received.values()) == sorted(sent.values())
+                    (crossing if channel.crosses else received)[i, target] = message
+                    arrived.append(message)
+        assert sorted(arrived) == sorted(sent.values())
     if table.synchronous:
         assert not slots.alive
 

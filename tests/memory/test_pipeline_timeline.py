@@ -99,6 +99,8 @@ CASES = {
         mesh=jpipe.make_mesh(stage=4, data=2),
         compress_gradients=jpipe.compress.PowerSGD(rank=2),
     ),
+    "messages of two ticks": lambda: pipeline(S.one_f_one_b(4, 6, message_ticks=(1, 2, 1))),
+    "messages of two ticks, overlap": lambda: pipeline(S.pipedream(4, 6, message_ticks=2), overlap=True),
     "messages of a device to itself": lambda: pipeline(S.zero_bubble_v(8, 6), overlap=True),
 }
 

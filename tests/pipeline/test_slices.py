@@ -164,6 +164,12 @@ def test_gradients_are_those_of_whole_sequences(num_stages, num_slices):
     check(MIXED, sliced(num_stages, 2 * num_slices, num_slices), steps=2)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overlap", [False, True])
+def test_messages_of_two_ticks(overlap):
+    check(MIXED, sliced(3, 4, 2, message_ticks=(1, 2)), steps=2, overlap=overlap)
+
+
 @pytest.mark.parametrize(
     "options",
     [

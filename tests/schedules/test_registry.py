@@ -41,6 +41,8 @@ OPTIONS = {
     "zero_bubble_h2": [{}],
     "zero_bubble_v": [{}],
 }
+for options in OPTIONS.values():
+    options += [{"message_ticks": ticks} for ticks in (2, 0, [1, 2, 1])]
 CASES = [(name, options) for name in OPTIONS for options in OPTIONS[name]]
 
 
@@ -109,7 +111,7 @@ def test_an_unknown_name_lists_all():
 def test_an_unknown_option():
     with pytest.raises(ValueError, match="one_f_one_b has no option 'tick'. Did you mean 'ticks'?"):
         schedules.refusal("one_f_one_b", 4, 8, tick="unit")
-    with pytest.raises(ValueError, match="h1 has no option 'ticks'. .*takes: none"):
+    with pytest.raises(ValueError, match="h1 has no option 'ticks'. .*takes: message_ticks"):
         schedules.check_options("zero_bubble_h1", ["ticks"])
 
 

@@ -152,6 +152,8 @@ def test_other_tables(make):
         (S.pipedream_2bw(4, 4), {}),
         (S.pipemare(4, 4), {}),
         (S.pipemare(4, 1), {}),
+        (S.one_f_one_b(4, 4, message_ticks=(1, 2, 1)), {}),
+        (S.pipemare(4, 2, message_ticks=2), {"overlap": True}),
     ],
     ids=lambda value: getattr(value, "name", "") or "-".join(value),
 )

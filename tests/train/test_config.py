@@ -391,11 +391,11 @@ def test_no_flipped_bit_makes_another_configuration(tmp_path):
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (
             lambda: PipelineConfig("one_f_one_b", options={"tick": "unit"}).table(),
-            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas.",
+            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas, message_ticks.",
         ),
         (
             lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
-            "gpipe has no option 'ticks'. It takes: replicas.",
+            "gpipe has no option 'ticks'. It takes: replicas, message_ticks.",
         ),
         (
             lambda: PipelineConfig(num_stages=3, delays=(2, 1)),
