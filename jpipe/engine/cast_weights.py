@@ -36,7 +36,7 @@ def recasts(spec: PassSpec) -> bool:
     return spec.lowered.target.casts_once and not spec.schedule.synchronous
 
 
-def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: Record) -> Record:
+def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
     """Casts the weights that the updates of a tick have changed, if `recasts`."""
     spec = device.spec
     if not recasts(spec):
