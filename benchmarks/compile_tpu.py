@@ -26,6 +26,10 @@ row:
 With `--compress-messages` or `--compress-gradients` the saved rows also have `exchanged_mb`: MB of the result of every
 all-gather and all-reduce above 1 KB. Those of compressed gradients stand in loops over the weights of one shape, and
 count once for each shape.
+
+With `--slices 2` the stages lie on two slices of the topology, and `--message-ticks 2` gives messages between these a
+tick more to arrive. They are no permutes of the tick: `hidden_between_slices` has the share of the tick's estimated
+cycles between the start and the done of each.
 """
 
 import argparse
@@ -155,6 +159,17 @@ class Program:
                 )
         return transfers
 
+    def between_slices(self) -> list[float]:
+        """Of each message above 1 KB from another slice: the share of the tick's cycles between its start and done."""
+        shares = []
+        for name, lines in self.computations.items():
+            for i, line in enumerate(lines):
+                if " recv(" not in line or bytes_of_shape(line.split(" = ")[1]) <= 1024:
+                    continue
+                done = next(j for j in range(i + 1, len(lines)) if f" recv-done({line.split()[0]})" in lines[j])
+                shares.append(sum(map(self.cycles, lines[i + 1 : done])) / max(self.of_computation(name), 1))
+        return shares
+
     def exchanged(self) -> list[float]:
         """MB of the results of all-gathers and all-reduces above 1 KB."""
         pattern = r" = (.*?) (?:all-gather|all-reduce)(?:-start)?\("
@@ -279,6 +294,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         "permutes": len(transfers),
         "sent_mb": sum(t.megabytes for t in transfers),
         "hidden": [round(t.hidden, 3) for t in transfers],
+        "hidden_between_slices": [round(share, 3) for share in program.between_slices()],
         "slack": [round(t.slack(CHIPS[topology[:3]]), 1) for t in transfers],
         "cycles": program.operations(schedule.num_stages // 2),
         "exchanged_mb": program.exchanged(),
