@@ -31,8 +31,11 @@ HloModule jit_step, is_scheduled=true
 
 %tick (carry: (f32[2])) -> (f32[2]) {
   %collective-permute-start.3 = (bf16[4,1000]{1,0}, bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)
+  %recv.8 = (bf16[4,1000]{1,0}, u32[], token[]) recv(%after-all)
+  %recv.9 = (f32[1,1,128]{2,1,0}, u32[], token[]) recv(%after-all)
   %conditional.1 = f32[2]{0} conditional(%b, %x, %y), branch_computations={%left, %taken}, metadata={op_name="jit(f)/while/body/forward/stage1-3,5/cond"}
   %collective-permute-done.3 = bf16[4,1000]{1,0} collective-permute-done(%collective-permute-start.3)
+  %recv-done.8 = (bf16[4,1000]{1,0}, token[]) recv-done(%recv.8)
   %fusion.2 = f32[2]{0} fusion(%x), backend_config={"estimated_cycles":"300"}
   %copy.1 = f32[50]{0} copy(%x)
   %collective-permute-start = (f32[10]{0}, f32[10]{0}) collective-permute-start(%c)
@@ -53,6 +56,7 @@ def test_reads_a_scheduled_program():
     chip = script.Chip(link=8e6, clock=1000)  # 1 ms and 1 cycle for 8000 bytes
     assert [t.slack(chip) for t in program.transfers()] == [700, 0]
     assert program.of_computation("%main") == 1000
+    assert program.between_slices() == [0.7]
     assert len(program.copies(200)) == 1 and not program.copies(201)
     operations = [program.operations(stage) for stage in range(7)]
     expected = {"forward": 700}
