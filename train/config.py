@@ -31,6 +31,7 @@ from train.pairs import Pairs
 from train.text import LabeledText, MaskedText, Text
 from train.tracing import parse_steps
 from train.weights import Dtype, LoRAConfig, Weights
+from train.writers import check_names
 
 _OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
@@ -595,6 +596,9 @@ class TrainConfig:
     """Number of minibatches to train on; each is one update of the weights."""
     log_every: int = 50
     """Number of steps per line of the log."""
+    log: tuple[str, ...] = ("tensorboard",)
+    """Where the log goes beside its JSON file: tensorboard, wandb, mlflow, or several of them with commas between. Each
+    needs its package. Empty: nowhere else."""
     eval_every: int | None = None
     """Number of steps between evaluations on the held-out data. None: only after the last
     step. An evaluation after the last step always takes place, on all held-out data."""
@@ -639,6 +643,7 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         self._check_profile()
+        check_names(self.log)
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         if self.stability:
             self.optimizer.momentum_of_stability()

@@ -60,7 +60,7 @@ import jpipe
 from jpipe import draw
 from jpipe._util.foreign import shortened
 from models import Loss
-from train import flags, plot, report, stability
+from train import flags, plot, report, stability, writers
 from train.config import TrainConfig
 from train.data import (
     Batch,
@@ -199,6 +199,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
     config.weights.check()
+    writers.check_packages(config.log)
     resolved = {"name": name, **flags.to_json(config), "run_dir": None}
     text = flags.to_text(resolved)
     jpipe.distributed.check_same({"the configuration": text})
@@ -371,6 +372,7 @@ def train(
             learning_rate=learning_rates(config),
             start=start,
             resumed=resumed_log,
+            writers=begun_writers(run, first) if is_first() else (),
         ) as log,
         Saver(
             run.run_dir,
@@ -405,7 +407,7 @@ def train(
 
         def evaluate_held_out(step: int, num_batches: int | None = None) -> None:
             """Evaluates the weights after a step, and records the result."""
-            with log.paused():
+            with log.paused("evaluating"):
                 weights = evaluated(config, pipe, state)
                 examples, rows = run.data.test, config.batch_size
                 result = evaluate(pipe, weights, examples, rows, num_batches, check)
@@ -424,14 +426,16 @@ def train(
             for step in range(first + 1, config.num_steps + 1):
                 if pipe is not run.pipe and step > config.pipeline.synchronous_steps:
                     record_pending()
-                    with log.paused():
+                    with log.paused("compiling"):
                         pipe, state = run.pipe, run.pipe.adopt(state)
                     log.takes_over(step - 1, pipe.schedule.name)
                 tracer.before(step, state)
                 state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
                 tracer.after(step)
-                num_units = num_labels(batch)
+                num_units, asked = num_labels(batch), time.perf_counter()
                 batch = next(batches)
+                if metrics["loss"].is_ready():  # the devices have nothing to do until they get it
+                    log.waited(time.perf_counter() - asked)
                 record_pending()
                 pending = step, metrics, num_units, pipe.schedule
                 stopped = stops()
@@ -447,7 +451,7 @@ def train(
                     except KeyboardInterrupt:  # the run that goes on evaluates again
                         stopped = ends = True
                 if saver.saves(step, ends):
-                    with log.paused():
+                    with log.paused("saving"):
                         saver.save(step, state, log)
                 if ends:
                     break
@@ -456,7 +460,9 @@ def train(
             check()
             state, _ = pipe.flush(state)
             evaluate_held_out(config.num_steps)
-            unwritten = write_model(run, pipe, state)
+            with log.paused("saving"):
+                unwritten = write_model(run, pipe, state)
+            log.print_goodput()
         except KeyboardInterrupt:
             log.finish_line()
             raise KeyboardInterrupt(
@@ -466,6 +472,18 @@ def train(
     if log.num_unwritten:
         lost += f"The last {log.num_unwritten} records of the log could not be written. "
     return lost
+
+
+def begun_writers(run: Run, first: int) -> list[writers.Writer]:
+    """The writers that `log` names. One that cannot begin is a warning."""
+    options = dict(word.removeprefix("--config.").split("=", 1) for word in flags.to_flags(run.config))
+    made = []
+    for name in run.config.log:
+        try:
+            made.append(writers.make(name, run.run_dir, first + 1, options))
+        except Exception as error:  # of any package
+            warnings.warn(f"{name} cannot begin: {error}. Training goes on without it.", stacklevel=2)
+    return made
 
 
 MODEL = "model"
