@@ -3,7 +3,7 @@
 A file in `configs/` has a function `get_config()` that returns a `TrainConfig`. Any
 field can be changed on the command line, as `--config.pipeline.num_stages=2`. The
 options of a model are in `models/`, those of a data set in `train/mnist.py`,
-`train/text.py`, `train/pairs.py` and `train/instructions.py`.
+`train/text.py`, `train/pairs.py`, `train/instructions.py` and `train/tokenized.py`.
 """
 
 import contextlib
@@ -25,17 +25,19 @@ from jpipe.mesh import AXES, STAGE
 from jpipe.options import exclusions
 from models import Model
 from train.data import Dataset
+from train.imported import Imported
 from train.instructions import Instructions
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
 from train.text import LabeledText, MaskedText, Text
+from train.tokenized import Tokenized
 from train.tracing import parse_steps
 from train.weights import Dtype, LoRAConfig, Weights
 from train.writers import check_names
 
 _OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
-Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs | Instructions
+Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs | Instructions | Tokenized | Imported
 
 
 def _decays(params: Any) -> Any:
