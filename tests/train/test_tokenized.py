@@ -1,5 +1,7 @@
 """Tokens on disk, and data sets by import path."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 
@@ -101,7 +103,41 @@ def test_a_data_set_of_another_file(tmp_path, monkeypatch):
         ("their_data", "must be package.module:name, got 'their_data'"),
         ("their_data:nothing", "cannot be imported: .*nothing.* Set PYTHONPATH"),
         ("no_such_file:x", "cannot be imported: No module named"),
-        ("their_data:number", "must return a train.data.Dataset, got int"),
+        ("their_data:number", "must return a train.data.Dataset or numbered examples, got int"),
     ):
         with pytest.raises(ValueError, match=message):
             Imported(module).load()
+
+
+def test_numbered_examples_of_another_file(tmp_path, monkeypatch):
+    """A list, and Grain's data sets, which have the same methods."""
+    (tmp_path / "numbered.py").write_text(
+        "import numpy as np\n\n\n"
+        "def examples():\n"
+        "    return [{'inputs': {'a': np.full(3, i), 'b': np.float32(i)}, 'labels': np.int32(i)} for i in range(20)]\n\n\n"
+        "def grains():\n"
+        "    import grain\n\n"
+        "    return grain.MapDataset.source(examples()).map(lambda example: example)\n\n\n"
+        "def ragged():\n"
+        "    return [{'inputs': np.zeros(i)} for i in range(20)]\n\n\n"
+        "def few():\n"
+        "    return examples()[:3]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["examples"] + ["grains"] * (importlib.util.find_spec("grain") is not None)
+    for name in names:
+        data = Imported(f"numbered:{name}", test_fraction=0.25).load()
+        assert "15 training and 5 held-out examples (`numbered:" in data.source
+        batches = shuffled(data.train, 5, seed=0)
+        drawn = [next(batches) for _ in range(3)]
+        assert sorted(np.concatenate([batch["labels"] for batch in drawn])) == list(range(15))
+        for batch in drawn:
+            np.testing.assert_array_equal(batch["inputs"]["a"], np.repeat(batch["labels"][:, None], 3, axis=1))
+            np.testing.assert_array_equal(batch["inputs"]["b"], batch["labels"])
+        assert data.test.batch(np.arange(5), None)["labels"].tolist() == list(range(15, 20))
+    with pytest.raises(ValueError, match="examples of `numbered:ragged` must be dicts of arrays of one shape each"):
+        next(shuffled(Imported("numbered:ragged").load().train, 5, seed=0))
+    with pytest.raises(ValueError, match="must have training and held-out examples, got 3 with `test_fraction` = 0.1"):
+        Imported("numbered:few").load()
+    with pytest.raises(ValueError, match="`test_fraction` must lie between"):
+        Imported("numbered:few", test_fraction=1.0)
