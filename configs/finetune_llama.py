@@ -9,7 +9,7 @@ that every command has something to begin with:
     python train/train.py --config configs/finetune_llama.py
 
 The loss of the answers falls from 5.6 to 0.93 nats in 200 steps, 100 times over 44 questions. The 4 held-out
-answers have 2.166 nats, 3.188 bits per byte. That took 5.0 min, 72 s of it compilation, on a 2-core x86-64 CPU that was
+answers have 2.166 nats, 3.188 bits per byte. That took 3.2 min, 69 s of it compilation, on a 2-core x86-64 CPU that was
 shared with other work (2026-11-29, JAX 0.10.2, Python 3.11).
 
 Weights are in bfloat16. The optimizer updates a copy of them in float32, and gradients are summed in float32. At the
