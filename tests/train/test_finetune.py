@@ -339,3 +339,14 @@ def test_resumed_runs_keep_their_matrices(tmp_path):
 def test_bits_per_byte_are_those_of_answers():
     loss = math.log(2) * Instructions().load().bytes_per_label
     assert held_out({"loss": loss}, Instructions().load())["bits_per_byte"] == pytest.approx(1)
+
+
+def test_weights_in_several_files(published, tmp_path):
+    weights = Weights.of(Llama(), str(published), LoRAConfig(), "float32")
+    params = jax.tree.map(np.asarray, weights.first_params(0))
+    jpipe.save_params(tmp_path / "model.safetensors", params, names=SIZES.names(), file_bytes=4000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    (tmp_path / "config.json").write_bytes((published / "config.json").read_bytes())
+    again = Weights.of(Llama(), str(tmp_path), LoRAConfig(), "float32").first_params(0)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
