@@ -174,13 +174,13 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
     _, config = flags.parse(["--config", str(file), *arguments], TrainConfig)
     prepare_cpu(config.pipeline.num_stages)
     pipe = jpipe.Pipeline(
-        config.model.layers(),
-        loss=config.model.loss(),
+        config.weights.layers(),
+        loss=config.weights.model.loss(),
         has_aux=True,
         optimizer=config.optimizer.transform(config.num_steps),
         schedule=config.pipeline.table(),
     )
-    batch = next(shuffled(config.data.load().train, config.batch_size, 0))
+    batch = next(shuffled(config.load_data().train, config.batch_size, 0))
     sizes = [record.num_parameters for record in pipe.partition(batch)]
     facts = pipe.schedule.facts()
     kept = facts.weight_versions.astype(float)

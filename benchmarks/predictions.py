@@ -77,14 +77,14 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
     stages = plans[0]["num_stages"]
     prepare_cpu(stages)
     _, config = flags.parse(MODELS[model].split(), TrainConfig)
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = next(shuffled(config.load_data().train, config.batch_size, config.seed))
     mesh = jpipe.make_mesh(stage=stages)
     runs = []
     for plan in plans:
         build = jpipe.schedules.get(plan["schedule"])
         options = config.options_of_pipeline(mesh)
         pipe = jpipe.Pipeline(
-            config.model.layers(),
+            config.weights.layers(),
             schedule=build(stages, plan["num_microbatches"], **plan["options"]),
             **options | {"boundaries": plan["boundaries"]},
         )

@@ -23,7 +23,8 @@ initial value is used. On a single device, the tie
 
     layers[-1].embedding = layers[0].token.embedding
 
-`Whole` is no list: it names one module, of any package, which the pipeline cuts by itself.
+`Whole` is no list: it names one module, of any package, which the pipeline cuts by itself. `Llama` and `GPT2` are no
+lists either. Their methods `names()` and `published()` say how their weights are published.
 
 Only `UNet` has connections that skip layers: its method `parts()` lists them.
 
@@ -33,7 +34,9 @@ the command line (`--config.model=ResNet`) then know it by its class name.
 
 from models.alexnet import AlexNet
 from models.bert import BERT
+from models.gpt2 import GPT2
 from models.inception import Inception
+from models.llama import Llama
 from models.losses import CrossEntropy, Loss, Segmentation
 from models.mixture import MixtureTransformer
 from models.mlp import MLP
@@ -60,15 +63,19 @@ Model = (
     | MixtureTransformer
     | BERT
     | Translation
+    | Llama
+    | GPT2
     | Whole
 )
 
 __all__ = [
     "BERT",
+    "GPT2",
     "MLP",
     "AlexNet",
     "CrossEntropy",
     "Inception",
+    "Llama",
     "Loss",
     "MixtureTransformer",
     "Model",

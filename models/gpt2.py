@@ -7,6 +7,7 @@ Letters: B batch, T positions, D `dim`, V vocabulary.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from flax import nnx
 import jpipe
 from jpipe import vocabulary
 from models import checks
+from models.losses import NextWords
 from models.sharding import constrain, named
 from models.sublayers import narrowing, next_words, widening
 
@@ -74,6 +76,27 @@ class GPT2:
             config["n_head"],
             config.get("layer_norm_epsilon", 1e-5),
         )
+
+    def published(self) -> dict[str, Any]:
+        """The content of a `config.json` from which `of` makes these sizes."""
+        return {
+            "model_type": "gpt2",
+            "architectures": ["GPT2LMHeadModel"],
+            "vocab_size": self.vocab_size,
+            "n_positions": self.num_positions,
+            "n_embd": self.dim,
+            "n_layer": self.num_blocks,
+            "n_head": self.num_heads,
+            "layer_norm_epsilon": self.epsilon,
+        }
+
+    def layers(self) -> Any:
+        """What `jpipe.Pipeline` takes in the place of a list of layers."""
+        return functools.partial(GPT2Decoder, self)
+
+    def loss(self) -> NextWords:
+        """The cross-entropy of the next words, which `GPT2Decoder` returns if it gets labels."""
+        return NextWords()
 
     def names(self) -> jpipe.NameMap:
         """Where the tensors of a published model lie in `GPT2Decoder`. Both have matrices of `[inputs, outputs]`."""

@@ -30,6 +30,7 @@ from flax import nnx
 import jpipe
 from jpipe import vocabulary
 from models import checks
+from models.losses import NextWords
 from models.sharding import constrain, named
 from models.sublayers import narrowing, next_words, widening
 
@@ -48,7 +49,7 @@ class LongRotation:
     factor: float
     low: float
     high: float
-    original_length: int
+    original_length: float
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         """The frequencies, in radians for a position."""
@@ -77,8 +78,8 @@ class Llama:
     """Width of a head, an even number."""
     rotary_base: float = 10_000.0
     """The wave length of the slowest rotation is about 2 pi times this."""
-    long_rotation: LongRotation | None = None
-    """Slower rotations for long sequences; None: as they are."""
+    long_rotation: tuple[float, ...] | None = None
+    """The four numbers of `LongRotation`, for slower rotations in long sequences; None: as they are."""
     epsilon: float = 1e-6
     """Added to the mean of squares in a norm."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -105,6 +106,10 @@ class Llama:
             )
         if self.head_dim % 2:
             raise ValueError(f"`head_dim` must be even, got {self.head_dim}: a rotation turns pairs of numbers.")
+        if self.long_rotation is not None and len(self.long_rotation) != 4:
+            raise ValueError(
+                f"`long_rotation` must be factor, low, high and original length, got {self.long_rotation}."
+            )
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"`activation` must be one of {', '.join(_ACTIVATIONS)}, got {self.activation!r}.")
 
@@ -119,8 +124,8 @@ class Llama:
           ValueError: if the model is of another family, or has a part that `Decoder` lacks.
         """
         family = config.get("model_type")
-        if family not in _FAMILIES:
-            raise ValueError(f"`model_type` must be one of {', '.join(_FAMILIES)}, got {family!r}.")
+        if family not in FAMILIES:
+            raise ValueError(f"`model_type` must be one of {', '.join(FAMILIES)}, got {family!r}.")
         activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
         if family == "gemma":  # the first configurations name the exact GELU, and were trained with this one
             activation = "gelu_pytorch_tanh"
@@ -145,8 +150,48 @@ class Llama:
             activation=known[activation],  # type: ignore[arg-type]
             tie_embeddings=config.get("tie_word_embeddings", family == "gemma"),
             window=_window(config, family),
-            **_FAMILIES[family],
+            **FAMILIES[family],
         )
+
+    def published(self) -> dict[str, Any]:
+        """The content of a `config.json` from which `of` makes these options.
+
+        Raises:
+          ValueError: if no family has them.
+        """
+        rotation = {"rope_type": "llama3", **dict(zip(_LONG_ROTATION, self.long_rotation or ()))}
+        common = {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.mlp_dim,
+            "num_hidden_layers": self.num_blocks,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_key_heads,
+            "head_dim": self.head_dim,
+            "rope_theta": self.rotary_base,
+            **({} if self.long_rotation is None else {"rope_scaling": rotation}),
+            "rms_norm_eps": self.epsilon,
+            "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[self.activation],
+            "tie_word_embeddings": self.tie_embeddings,
+            **({} if self.window is None else {"sliding_window": self.window}),
+        }
+        for family in FAMILIES:
+            config = {"model_type": family, **common}
+            # Libraries read a window of Mistral alone.
+            if Llama.of(config) == self and (self.window is None or family == "mistral"):
+                return {**config, "architectures": [f"{family.capitalize()}ForCausalLM"]}
+        raise ValueError(
+            f"no family of published models has all of these options: {self}. Take those of one of "
+            f"{', '.join(FAMILIES)}."
+        )
+
+    def layers(self) -> Any:
+        """What `jpipe.Pipeline` takes in the place of a list of layers."""
+        return functools.partial(Decoder, self)
+
+    def loss(self) -> NextWords:
+        """The cross-entropy of the next words, which `Decoder` returns if it gets labels."""
+        return NextWords()
 
     def names(self) -> jpipe.NameMap:
         """Where the tensors of a published model lie in `Decoder`."""
@@ -182,13 +227,14 @@ class Llama:
         return jpipe.NameMap(rules, ignored=ignored, prefix="model.")
 
 
-_FAMILIES: Mapping[str, dict[str, Any]] = {
+FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"head_norms": True},
     "gemma": {"zero_centred": True},
 }
+"""The options that set a family apart, by its `model_type`."""
 
 
 def _rotation(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -196,18 +242,16 @@ def _rotation(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def _long_rotation(rotation: Mapping[str, Any]) -> LongRotation | None:
+_LONG_ROTATION = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def _long_rotation(rotation: Mapping[str, Any]) -> tuple[float, ...] | None:
     kind = rotation.get("rope_type", rotation.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"`rope_scaling` must be of the type 'default' or 'llama3', got {kind!r}.")
-    return LongRotation(
-        rotation["factor"],
-        rotation["low_freq_factor"],
-        rotation["high_freq_factor"],
-        rotation["original_max_position_embeddings"],
-    )
+    return tuple(rotation[name] for name in _LONG_ROTATION)
 
 
 def _window(config: Mapping[str, Any], family: str) -> int | None:
@@ -251,7 +295,7 @@ def rotated(x: jax.Array, positions: jax.Array, config: Llama) -> jax.Array:
     half = config.head_dim // 2
     frequencies = config.rotary_base ** -(np.arange(half) / half)
     if config.long_rotation is not None:
-        frequencies = config.long_rotation(frequencies)
+        frequencies = LongRotation(*config.long_rotation)(frequencies)
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     angles = positions[..., None].astype(dtype) * jnp.asarray(frequencies, dtype)[None, None]
     cos, sin = (f(angles)[:, :, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))  # [B, T, 1, half]

@@ -144,3 +144,30 @@ class Segmentation(CrossEntropy):
         ratios = [float(both / either) for both, either in pairs if either > 0]
         mean = sum(ratios) / len(ratios)
         return super().metrics(averages) | {"intersection_over_union": mean}
+
+
+@dataclasses.dataclass(frozen=True)
+class NextWords:
+    """The mean of the losses that a model returns itself: `[B, T]` in nats, of the labels that are not negative.
+
+    The logits of all positions are then never there at once, so there is no accuracy.
+
+    Raises:
+      ValueError: if there is not one loss for each label.
+    """
+
+    def __call__(self, outputs: jax.Array, batch: Mapping[str, Any]) -> tuple[Mean, dict[str, jax.Array]]:
+        labels = batch.get("labels")
+        if labels is None or outputs.shape != labels.shape:
+            raise ValueError(
+                f"the model must return a loss for each label, got outputs of shape {outputs.shape} and "
+                f"{'no labels' if labels is None else f'labels of shape {labels.shape}'}. It does so for rows of "
+                "tokens with a label each: train it on Text or Instructions."
+            )
+        return mean_over_labels(outputs, {}, labels >= 0)
+
+    def metrics(self, averages: Mapping[str, Any]) -> dict[str, float]:
+        return {}
+
+    def statistics(self, averages: Mapping[str, Any]) -> dict[str, float]:
+        return {}

@@ -3,7 +3,7 @@
 A file in `configs/` has a function `get_config()` that returns a `TrainConfig`. Any
 field can be changed on the command line, as `--config.pipeline.num_stages=2`. The
 options of a model are in `models/`, those of a data set in `train/mnist.py`,
-`train/text.py` and `train/pairs.py`.
+`train/text.py`, `train/pairs.py`, `train/instructions.py` and `train/tokenized.py`.
 """
 
 import contextlib
@@ -24,14 +24,20 @@ from jpipe._util.sizes import parse_size
 from jpipe.mesh import AXES, STAGE
 from jpipe.options import exclusions
 from models import Model
+from train.data import Dataset
+from train.imported import Imported
+from train.instructions import Instructions
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
 from train.text import LabeledText, MaskedText, Text
+from train.tokenized import Tokenized
 from train.tracing import parse_steps
+from train.weights import Dtype, LoRAConfig, Weights
+from train.writers import check_names
 
 _OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
-Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs
+Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs | Instructions | Tokenized | Imported
 
 
 def _decays(params: Any) -> Any:
@@ -109,7 +115,10 @@ class PipelineConfig:
     ("full"), or the activations that a policy of `jax.checkpoint_policies` selects. The
     backward computes the others again."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The dtype that layers compute in. Weights and their updates stay in float32."""
+    """The dtype that layers compute in. Weights and their updates stay in `weights_dtype`."""
+    weights_dtype: Dtype = "float32"
+    """The dtype of the weights of the models Llama and GPT2. Those in bfloat16 that are trained have a copy in float32
+    in the optimizer's state, which is updated. Set `accumulate_dtype=float32` too."""
     accumulate_dtype: Literal["none", "float32"] = "none"
     """The dtype in which gradients of weights of fewer bits are summed over microbatches. "none":
     the weights' dtype."""
@@ -466,8 +475,11 @@ class OptimizerConfig:
         rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
         return optax.join_schedules([rise, decay], [warmup])
 
-    def transform(self, num_steps: int, peak: Any = None) -> optax.GradientTransformation:
-        """The Optax chain, for a run of `num_steps`; `peak` is that of `learning_rate_schedule`."""
+    def transform(self, num_steps: int, peak: Any = None, *, copies: bool = False) -> optax.GradientTransformation:
+        """The Optax chain, for a run of `num_steps`; `peak` is that of `learning_rate_schedule`.
+
+        With `copies` it updates copies of the weights in float32.
+        """
         rate = self.learning_rate_schedule(num_steps, peak)
         decayed = optax.add_decayed_weights(self.weight_decay, mask=_decays)
         if self.name in ("adamw", "nadamw"):
@@ -504,8 +516,6 @@ class OptimizerConfig:
         chain = [update]
         if self.delay_compensation is not None:
             chain.insert(0, jpipe.optim.compensate_delay(self.delay_compensation))
-        if self.clip_norm is not None:
-            chain.insert(0, jpipe.optim.clip_by_global_norm(self.clip_norm))
         if self.error_feedback is not None:
             chain.append(jpipe.optim.error_feedback(self.error_feedback))
         if self.annealing_steps is not None:
@@ -516,6 +526,10 @@ class OptimizerConfig:
             chain.append(jpipe.optim.predict_weights())
         if self.ema_decay is not None:
             chain.append(jpipe.optim.ema_weights(self.ema_decay))
+        if copies:
+            chain = [jpipe.optim.master_weights(optax.chain(*chain))]
+        if self.clip_norm is not None:
+            chain.insert(0, jpipe.optim.clip_by_global_norm(self.clip_norm))
         return optax.chain(*chain)
 
     def momentum_of_stability(self) -> tuple[float, bool, bool]:
@@ -579,6 +593,11 @@ class TrainConfig:
     """The optimizer and its learning-rate schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """The checkpoints of a run, in the folder `checkpoints` of its folder."""
+    init: str | None = None
+    """The folder of a published model, with config.json, safetensors and tokenizer.json: training begins with its
+    weights, and its sizes replace the options of `model`. None: weights are drawn."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank matrices that are trained instead of the weights."""
     batch_size: int = 128
     """Number of examples per minibatch. A multiple of `pipeline.num_microbatches` times
     `mesh.data` times `mesh.fsdp` times `mesh.expert`."""
@@ -586,6 +605,9 @@ class TrainConfig:
     """Number of minibatches to train on; each is one update of the weights."""
     log_every: int = 50
     """Number of steps per line of the log."""
+    log: tuple[str, ...] = ("tensorboard",)
+    """Where the log goes beside its JSON file: tensorboard, wandb, mlflow, or several of them with commas between. Each
+    needs its package. Empty: nowhere else."""
     eval_every: int | None = None
     """Number of steps between evaluations on the held-out data. None: only after the last
     step. An evaluation after the last step always takes place, on all held-out data."""
@@ -630,12 +652,45 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         self._check_profile()
+        check_names(self.log)
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         if self.stability:
             self.optimizer.momentum_of_stability()
         # A table in a file may have copies of its own.
         if not self.pipeline.schedule_file:
             self._check_replicas()
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """The model, what its weights begin as, and which are trained.
+
+        Raises:
+          OSError, ValueError: if the folder of `init` is wrong, or the model does not fit an option.
+        """
+        return Weights.of(self.model, self.init, self.lora, self.pipeline.weights_dtype)
+
+    @property
+    def tokenized_data(self) -> Data:
+        """The data set; instructions with the tokens of the model that training begins with."""
+        if self.init is None or not isinstance(self.data, Instructions) or self.data.tokenizer is not None:
+            return self.data
+        return dataclasses.replace(self.data, tokenizer=self.init)
+
+    def load_data(self) -> Dataset:
+        """The examples.
+
+        Raises:
+          OSError, ValueError: if a file of the data is wrong, or the model has too few tokens for it.
+        """
+        known = getattr(self.weights.model, "vocab_size", None)
+        data = self.tokenized_data.load()
+        if None not in (data.num_tokens, known) and data.num_tokens > known:
+            raise ValueError(
+                f"the data has the token {data.num_tokens - 1}, and the model has {known} tokens, from 0 on. Set "
+                f"`--config.model.vocab_size={data.num_tokens}`, or `--config.data.tokenizer` to the tokenizer of the "
+                "model."
+            )
+        return data
 
     @property
     def profiled_steps(self) -> range:
@@ -659,13 +714,15 @@ class TrainConfig:
 
     def options_of_pipeline(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""
+        weights = self.weights
         return {
-            "loss": self.model.loss(),
+            "loss": weights.model.loss(),
             "has_aux": True,
-            "optimizer": self.optimizer.transform(self.num_steps),
+            "optimizer": self.optimizer.transform(self.num_steps, copies=weights.are_copied),
             "mesh": mesh,
             "strategy": self.strategy,
-            "ties": self.model.ties() if hasattr(self.model, "ties") else (),
+            "ties": weights.model.ties() if hasattr(weights.model, "ties") else (),
+            "trainable": weights.trainable,
             **self.mesh.options_of_pipeline(),
             **self.pipeline.options_of_pipeline(),
             **self.optimizer.options_of_pipeline(),

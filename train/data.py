@@ -5,8 +5,10 @@ returns a `Dataset`; see `train/mnist.py`, `train/text.py` and `train/pairs.py`.
 is a dict of arrays with a leading batch axis:
 
     inputs   the input of the model's first layer: an array, or a dict of arrays
-    labels   integers that the loss compares the outputs with
+    labels   integers that the loss compares the outputs with; a negative one does not count
     weights  optional, of the labels' shape: 1 for a label that counts, 0 for padding
+
+Of a whole model each argument may have its entry instead of `inputs`, see `train/instructions.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +44,7 @@ class Dataset(NamedTuple):
       unit: the thing that one label stands for, in the plural: "images", "tokens".
       bytes_per_label: number of bytes of a text that one label stands for; None if the
         data are no text.
+      num_tokens: one more than the largest token; None if a data set cannot have others than its model.
     """
 
     train: Examples
@@ -49,6 +52,7 @@ class Dataset(NamedTuple):
     source: str
     unit: str
     bytes_per_label: float | None = None
+    num_tokens: int | None = None
 
 
 def shuffled(examples: Examples, batch_size: int, seed: int, first: int = 0) -> Iterator[Batch]:
@@ -119,6 +123,6 @@ def shares(batches: Iterable[Batch], rows_of: Callable[[int], np.ndarray]) -> It
 
 
 def num_labels(batch: Batch) -> int:
-    """The number of labels that count: all, or those with weight 1."""
+    """The number of labels that count: those with weight 1, or without weights those that are not negative."""
     weights = batch.get("weights")
-    return batch["labels"].size if weights is None else int(np.sum(weights))
+    return int(np.sum(batch["labels"] >= 0 if weights is None else weights))

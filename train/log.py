@@ -13,8 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from train.goodput import Goodput
 from train.plot import evaluation_text
-from train.tensorboard import EventFile
+from train.writers import Writer
 
 try:
     import resource
@@ -48,13 +49,12 @@ class Log:
     """Takes the numbers of every step and writes a line every `log_every` steps.
 
     A line holds the means over the steps since the line before, and their speed. The
-    speed leaves out the first step of a process, which may include compilation. The same goes to two files: a
-    JSON file with one record per line, which also holds the numbers of every step, and an
-    event file for TensorBoard beside it. Both are flushed after each record, so a run
-    that dies leaves its log.
+    speed leaves out the first step of a process, which may include compilation. The same goes to a
+    JSON file with one record per line, which also holds the numbers of every step, and to other
+    writers. The file is flushed after each record, so a run that dies leaves its log.
 
     If a record cannot be written, one warning says so and training goes on. The record is
-    kept and written later, once there is space.
+    kept and written later, once there is space. A writer that fails gets no more records.
 
     Args:
       path: the JSON file; must not exist, unless a run is resumed. None, for processes
@@ -66,6 +66,7 @@ class Log:
       start: the `time.perf_counter()` at which "seconds" are 0.
       resumed: the result of `position` in the run that goes on here. Records that came
         later are removed, because the run writes them again.
+      writers: get every record too, such as those of `train/writers.py`. They are closed with the log.
 
     Attributes:
       last_step: the last step that was recorded.
@@ -85,11 +86,13 @@ class Log:
         learning_rate: Callable[[int], float],
         start: float,
         resumed: Mapping[str, Any] | None = None,
+        writers: Sequence[Writer] = (),
     ):
         self._first_step = 1 if resumed is None else resumed["last_step"] + 1
         self._unwritten: list[dict] = []
-        self._has_warned = False
-        self._path, self._events = path, None
+        self._warned: set[str] = set()
+        self._path, self._writers = path, list(writers)
+        self._goodput = Goodput(time.perf_counter, start, (resumed or {}).get("goodput_seconds"))
         if path is not None:
             self._open(path, resumed)
         self._num_steps, self._log_every = num_steps, log_every
@@ -126,12 +129,13 @@ class Log:
         # Without a buffer: after a failed write there is nothing left to write again.
         if resumed is not None and path.exists():
             self._file = path.open("r+b", buffering=0)
+            later = self._file.read()[resumed["bytes"] :]
+            self._goodput.lose(max(0.0, _last_seconds(later) - resumed["seconds"]))
             self._file.truncate(min(resumed["bytes"], path.stat().st_size))
             self._file.seek(0, os.SEEK_END)
         else:
             # There may be the log of a run that ended before its first checkpoint.
             self._file = path.open("wb", buffering=0)
-        self._events = EventFile(path.parent, self._first_step)
 
     def __enter__(self) -> "Log":
         return self
@@ -140,7 +144,7 @@ class Log:
         self.close()
 
     def close(self) -> None:
-        """Ends the progress bar and closes the files; a second call does nothing."""
+        """Ends the progress bar, and closes the file and the writers; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
         if self._path is None:
@@ -148,8 +152,9 @@ class Log:
         with contextlib.suppress(OSError):
             self._write_unwritten()
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        while self._writers:
+            with contextlib.suppress(Exception):  # of any package
+                self._writers.pop().close()
 
     @property
     def num_unwritten(self) -> int:
@@ -169,6 +174,7 @@ class Log:
             "gradient_norms": self._gradient_norms,
             "skipped": self._skipped,
             "steps_without_update": self._steps_without_update,
+            "goodput_seconds": self._goodput.seconds(),
         }
 
     def step(
@@ -217,6 +223,7 @@ class Log:
         self._steps_without_update = 0 if updated else self._steps_without_update + 1
         if step == self._first_step:
             self._since = time.perf_counter()
+            self._goodput.begin("training")
         else:
             self._timed_steps += 1
             self._timed_units += num_units
@@ -267,6 +274,7 @@ class Log:
             record["peak_memory_bytes"] = num_bytes
             words.append(f"peak {num_bytes / 2**20:,.0f} MiB")
         record["seconds"] = self.seconds()
+        record["goodput_seconds"] = self._goodput.seconds()
         record["each_step"] = {
             "loss": _rounded(self._losses),
             "gradient_norm": _rounded(self._gradient_norms),
@@ -310,13 +318,22 @@ class Log:
         self.print(f"{place}held-out {self._unit}: {evaluation_text(result)}")
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time inside the `with` block out of the speed."""
+    def paused(self, kind: str) -> Iterator[None]:
+        """Leaves the time inside the `with` block out of the speed, and counts it as that of a kind of `Goodput`."""
         start = time.perf_counter()
         try:
-            yield
+            with self._goodput.spent(kind):
+                yield
         finally:
             self._since += time.perf_counter() - start
+
+    def waited(self, seconds: float) -> None:
+        """Counts seconds of training in which the devices waited for a minibatch."""
+        self._goodput.move(seconds, "waiting")
+
+    def print_goodput(self) -> None:
+        """Prints what the seconds of the run went to."""
+        self.print(self._goodput.text())
 
     def seconds(self) -> float:
         """Seconds since `start`."""
@@ -334,7 +351,7 @@ class Log:
         return f"{speed:,.0f} {self._unit}/s  {minutes}:{seconds:02d} left"
 
     def write(self, record: dict) -> None:
-        """Appends a record to both files; the whole record or nothing.
+        """Appends a record to the file, the whole record or nothing, and gives it to the writers.
 
         Args:
           record: values by name; the step is under "step".
@@ -350,12 +367,16 @@ class Log:
                 f"{error.strerror or error}. Training goes on, and the log is written as "
                 "soon as it can be."
             )
-        if self._events is not None:
+        for writer in tuple(self._writers):
             try:
-                self._events.write(record)
-            except OSError:  # what it has buffered would be cut in half
-                self._events.close()
-                self._events = None
+                writer.write(record)
+            except Exception as error:  # of any package
+                self._writers.remove(writer)
+                with contextlib.suppress(Exception):
+                    writer.close()
+                if not (isinstance(error, OSError) and self._unwritten):  # which is the same full disk
+                    name = type(writer).__name__
+                    self._warn(f"step {record['step']}: {name} gets no more records: {error}. Training goes on.", name)
 
     def _write_unwritten(self) -> None:
         # A file that was removed can still be written, and would be lost.
@@ -371,12 +392,12 @@ class Log:
             self._append(json.dumps(self._unwritten[0]).encode() + b"\n")
             del self._unwritten[0]
 
-    def _warn(self, message: str) -> None:
-        """Prints a warning on standard error, once."""
-        if not self._has_warned:
+    def _warn(self, message: str, about: str = "files") -> None:
+        """Prints a warning on standard error, once about each thing."""
+        if about not in self._warned:
             with contextlib.suppress(OSError):
                 print(f"train.py: warning: {message}", file=sys.stderr, flush=True)
-        self._has_warned = True
+        self._warned.add(about)
 
     def _append(self, content: bytes) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -412,6 +433,15 @@ def peak_memory_bytes() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _last_seconds(lines: bytes) -> float:
+    """The last "seconds" of some records; 0 if they have none. The last line may be cut."""
+    last = 0.0
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError, AttributeError):
+            last = json.loads(line).get("seconds", last)
+    return last
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -115,7 +115,7 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
         raise ValueError(
             f"`--device` must be below {schedule.num_devices}, the devices of the pipeline, got {args.device}."
         )
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = next(shuffled(config.load_data().train, config.batch_size, config.seed))
     sizes = config.mesh.sizes
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     check_devices(schedule.num_devices, **sizes)
@@ -123,7 +123,7 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     mesh = config.mesh.make(schedule)
     options = config.options_of_pipeline(mesh)
     with config.mesh.names_rules():
-        pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+        pipe = jpipe.Pipeline(config.weights.layers(), schedule=schedule, **options)
         pipe.partition(batch)
     profile = pipe.profile(batch) if args.profile else None
     timeline = pipe.memory_timeline(batch, device=args.device, profile=profile)

@@ -171,7 +171,7 @@ def shared_profiles(
 
 def batch_of(config: TrainConfig) -> Mapping[str, np.ndarray]:
     """The first minibatch of a configuration."""
-    return next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    return next(shuffled(config.load_data().train, config.batch_size, config.seed))
 
 
 def one_stage(config: TrainConfig, mesh: jax.sharding.Mesh) -> jpipe.Pipeline:
@@ -185,7 +185,7 @@ def one_stage(config: TrainConfig, mesh: jax.sharding.Mesh) -> jpipe.Pipeline:
         "device_memory": None,
     }
     options = config.options_of_pipeline(mesh) | alone
-    return jpipe.Pipeline(config.model.layers(), schedule=jpipe.schedules.gpipe(1, 1), **options)
+    return jpipe.Pipeline(config.weights.layers(), schedule=jpipe.schedules.gpipe(1, 1), **options)
 
 
 def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:

@@ -12,7 +12,7 @@ from train.log import Log
 from train.processes import is_first
 
 # With another value of these, the run would be another training.
-_FIXED = ("model", "data", "batch_size", "seed")
+_FIXED = ("model", "data", "init", "lora", "batch_size", "seed")
 
 
 class Command(NamedTuple):

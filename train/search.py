@@ -216,14 +216,14 @@ def traced_layers(config, parts: int, compute_dtype=None):
     from jpipe.soap.layers import layers_graph
     from train.data import shuffled
 
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = next(shuffled(config.load_data().train, config.batch_size, config.seed))
     if config.batch_size % parts:
         raise ValueError(
             f"a batch of {config.batch_size} cannot be cut into {parts} equal microbatches. Change `batch_size`."
         )
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch)
-    loss = config.model.loss()
-    model = model_of(config.model.layers(), loss=loss, boundaries=None)
+    loss = config.weights.model.loss()
+    model = model_of(config.weights.layers(), loss=loss, boundaries=None)
     batch = model.batch(batch)
     tracing = Tracing(compute_dtype, jax.config.jax_default_prng_impl, None, ())
     layers = model.layers(batch, tracing, num_stages=1)

@@ -3,11 +3,8 @@
 import contextlib
 import pathlib
 import time
-from collections.abc import Iterator
-
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 
 class EventFile:
@@ -23,6 +20,10 @@ class EventFile:
     """
 
     def __init__(self, directory: pathlib.Path, first_step: int = 1):
+        # Imported here: a log without TensorBoard does without the package.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         # Not `SummaryWriter`: it writes in a thread, and a run that dies would lose the
         # records that the thread has not written.
         goes_on = first_step > 1 or any(directory.glob("events.out.tfevents.*"))
@@ -39,7 +40,10 @@ class EventFile:
         Raises:
           OSError: if the file cannot be written.
         """
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record) if tag != "step"]
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(record)]
         summary = Summary(value=values)
         self._writer.write_event(Event(wall_time=time.time(), step=record["step"], summary=summary))
         self._writer.flush()
@@ -53,17 +57,17 @@ class EventFile:
         self._writer = None
 
 
-def scalars(record: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yields the name and value of each number in a record, also of nested dicts.
+def scalars(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yields the name and value of each number in a record but its step, also of nested dicts.
 
     Lists, such as the values of every step, are left out.
 
     Example:
-      >>> list(scalars({"loss": 0.5, "error": "none", "memory_bytes": {"weights": 8}}))
+      >>> list(scalars({"step": 3, "loss": 0.5, "error": "none", "memory_bytes": {"weights": 8}}))
       [('loss', 0.5), ('memory_bytes/weights', 8)]
     """
     for name, value in record.items():
         if isinstance(value, dict):
             yield from scalars(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
+        elif isinstance(value, int | float) and name != "step":
             yield f"{prefix}{name}", value

@@ -68,7 +68,7 @@ class Tracer:
         if self._recording is None:
             return
         recording, self._recording, self._steps = self._recording, None, range(0)
-        with self._log.paused():
+        with self._log.paused("saving"):
             try:
                 self._open.close()
                 trace = recording.trace

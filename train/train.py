@@ -10,7 +10,8 @@ without accelerators the CPU is split into as many devices as the run needs.
 
 A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all options,
 `log.jsonl` and the same log for TensorBoard, and the pictures `schedule.svg` and
-`run.png`. `--config runs/NAME-TIME/config.json` repeats a run. With
+`run.png`; of a model that others publish also the folder `model`, as they publish it.
+`--config runs/NAME-TIME/config.json` repeats a run. With
 `--config.profile=10:13` there is a trace of the steps 10, 11 and 12, too: `trace.svg`.
 
     python train/train.py --config configs/gpt_1f1b.py --config.checkpoint.every=500
@@ -59,7 +60,7 @@ import jpipe
 from jpipe import draw
 from jpipe._util.foreign import shortened
 from models import Loss
-from train import flags, plot, report, stability
+from train import flags, plot, report, stability, writers
 from train.config import TrainConfig
 from train.data import (
     Batch,
@@ -190,13 +191,15 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     warn_of_short_run(config)
     schedule = config.pipeline.table()
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
-    data = config.data.load()
+    data = config.load_data()
     batch = next(shuffled(data.train, config.batch_size, config.seed))
     sizes = config.mesh.sizes
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     jpipe.distributed.initialize()
     check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
+    config.weights.check()
+    writers.check_packages(config.log)
     resolved = {"name": name, **flags.to_json(config), "run_dir": None}
     text = flags.to_text(resolved)
     jpipe.distributed.check_same({"the configuration": text})
@@ -205,13 +208,13 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
         options = config.options_of_pipeline(mesh)
         batch = own_rows(mesh, batch)
         with config.mesh.names_rules():
-            pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+            pipe = jpipe.Pipeline(config.weights.layers(), schedule=schedule, **options)
             partition = pipe.partition(batch)
         warm_up = None
         if warm_up_schedule is not None:
             if options["boundaries"] != "placement":  # which also orders the layers; `adopt` takes any cut over
                 options["boundaries"] = [record.layers[0] for record in partition[1:]]
-            warm_up = jpipe.Pipeline(config.model.layers(), schedule=warm_up_schedule, **options)
+            warm_up = jpipe.Pipeline(config.weights.layers(), schedule=warm_up_schedule, **options)
         if is_first():
             write_config(run_dir, text)
             if draws(schedule):
@@ -257,6 +260,8 @@ def print_head(run: Run) -> None:
     print(f"seed: {run.config.seed}")
     print(f"mesh: {report.mesh(run.pipe.mesh)}")
     print(f"data: {run.data.source}")
+    if run.config.init is not None:
+        print(f"weights: {run.config.init}, {run.config.weights.model}")
     print(f"run folder: {run.run_dir}\n")
     print(f"{report.partition(run.partition)}\n")
     print(f"{report.shards(run.shards)}\n")
@@ -287,7 +292,8 @@ def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
         )
     else:
         pipe = run.pipe if run.warm_up is None else run.warm_up
-        state = pipe.init(jax.random.key(run.config.seed), run.batch)
+        seed = run.config.seed
+        state = pipe.init(jax.random.key(seed), run.batch, params=run.config.weights.first_params(seed))
         start_of = Resumed(pipe, state, 0, None)
     memory = run.pipe.memory(run.batch)
     if run.config.stability:
@@ -366,6 +372,7 @@ def train(
             learning_rate=learning_rates(config),
             start=start,
             resumed=resumed_log,
+            writers=begun_writers(run, first) if is_first() else (),
         ) as log,
         Saver(
             run.run_dir,
@@ -385,7 +392,7 @@ def train(
         def record_pending() -> None:
             nonlocal pending
             if pending is not None:
-                record(log, *pending, statistics=config.model.loss().statistics)
+                record(log, *pending, statistics=config.weights.model.loss().statistics)
             pending = None
 
         moments = itertools.count()
@@ -400,7 +407,7 @@ def train(
 
         def evaluate_held_out(step: int, num_batches: int | None = None) -> None:
             """Evaluates the weights after a step, and records the result."""
-            with log.paused():
+            with log.paused("evaluating"):
                 weights = evaluated(config, pipe, state)
                 examples, rows = run.data.test, config.batch_size
                 result = evaluate(pipe, weights, examples, rows, num_batches, check)
@@ -419,14 +426,16 @@ def train(
             for step in range(first + 1, config.num_steps + 1):
                 if pipe is not run.pipe and step > config.pipeline.synchronous_steps:
                     record_pending()
-                    with log.paused():
+                    with log.paused("compiling"):
                         pipe, state = run.pipe, run.pipe.adopt(state)
                     log.takes_over(step - 1, pipe.schedule.name)
                 tracer.before(step, state)
                 state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
                 tracer.after(step)
-                num_units = num_labels(batch)
+                num_units, asked = num_labels(batch), time.perf_counter()
                 batch = next(batches)
+                if metrics["loss"].is_ready():  # the devices have nothing to do until they get it
+                    log.waited(time.perf_counter() - asked)
                 record_pending()
                 pending = step, metrics, num_units, pipe.schedule
                 stopped = stops()
@@ -442,7 +451,7 @@ def train(
                     except KeyboardInterrupt:  # the run that goes on evaluates again
                         stopped = ends = True
                 if saver.saves(step, ends):
-                    with log.paused():
+                    with log.paused("saving"):
                         saver.save(step, state, log)
                 if ends:
                     break
@@ -451,15 +460,57 @@ def train(
             check()
             state, _ = pipe.flush(state)
             evaluate_held_out(config.num_steps)
+            with log.paused("saving"):
+                unwritten = write_model(run, pipe, state)
+            log.print_goodput()
         except KeyboardInterrupt:
             log.finish_line()
             raise KeyboardInterrupt(
                 f"stopped after step {log.last_step} of {config.num_steps}.{saver.how_to_resume()}"
             ) from None
-    lost = f"{saver.problem} " if saver.problem else ""
+    lost = unwritten + (f"{saver.problem} " if saver.problem else "")
     if log.num_unwritten:
         lost += f"The last {log.num_unwritten} records of the log could not be written. "
     return lost
+
+
+def begun_writers(run: Run, first: int) -> list[writers.Writer]:
+    """The writers that `log` names. One that cannot begin is a warning."""
+    options = dict(word.removeprefix("--config.").split("=", 1) for word in flags.to_flags(run.config))
+    made = []
+    for name in run.config.log:
+        try:
+            made.append(writers.make(name, run.run_dir, first + 1, options))
+        except Exception as error:  # of any package
+            warnings.warn(f"{name} cannot begin: {error}. Training goes on without it.", stacklevel=2)
+    return made
+
+
+MODEL = "model"
+"""The folder of the trained model in that of its run."""
+
+
+def write_model(run: Run, pipe: jpipe.Pipeline, state: jpipe.PipelineState) -> str:
+    """Writes the trained model as it is published, if it has such a layout.
+
+    Returns:
+      What could not be written, in words; empty if all was.
+    """
+    config = run.config
+    if not config.weights.are_published:
+        return ""
+    params = pipe.get_params(evaluated(config, pipe, state))
+    if not is_first():
+        return ""
+    folder, data = run.run_dir / MODEL, config.tokenized_data
+    write_tokens = data.tokens().write if hasattr(data, "tokens") else None
+    try:
+        with jpipe.distributed.phase("write the model", limit_seconds=3600):
+            config.weights.write(folder, params, write_tokens)
+    except OSError as error:
+        return f"The model could not be written to {folder}: {error.strerror or error}. "
+    print(f"model in {folder}")
+    return ""
 
 
 def learning_rates(config: TrainConfig) -> Callable[[int], float]:

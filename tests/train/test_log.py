@@ -13,12 +13,14 @@ import pytest
 from helpers import events_of, file_size_limit, log_of
 
 from train import log as log_module
+from train.goodput import KINDS
 from train.log import (
     Log,
     NonFiniteGradientsError,
     NonFiniteLossError,
     peak_memory_bytes,
 )
+from train.tensorboard import EventFile, scalars
 
 
 def make_log(tmp_path, **changes):
@@ -29,6 +31,8 @@ def make_log(tmp_path, **changes):
         learning_rate=lambda step: step / 8,
         start=time.perf_counter(),
     )
+    first_step = 1 + (changes.get("resumed") or {"last_step": 0})["last_step"]
+    options["writers"] = [EventFile(tmp_path, first_step)]
     return Log(tmp_path / "log.jsonl", **(options | changes))
 
 
@@ -121,11 +125,15 @@ def test_speed_is_that_of_training_alone(tmp_path, monkeypatch):
             now += 100 if step == 1 else 2  # the first may compile
             log.step(step, 1.0, num_units=10 * step)  # batches differ, as with padding
             if step in (2, 3):
-                with log.paused():
+                with log.paused("evaluating"):
                     now += 50
     lines = log_of(tmp_path)
     assert [line["images_per_second"] for line in lines] == [10.0, 17.5, 27.5]
     assert [line["seconds"] for line in lines] == [109.0, 213.0, 217.0]
+    goodput = [line["goodput_seconds"] for line in lines]
+    assert [sum(parts.values()) for parts in goodput] == [109.0, 213.0, 217.0]
+    kinds = {"compiling": 107.0, "evaluating": 100.0, "training": 10.0}
+    assert goodput[-1] == dict.fromkeys(KINDS, 0.0) | kinds
 
 
 def test_the_unit_of_speed_is_that_of_the_data(tmp_path, capsys):
@@ -298,7 +306,7 @@ def test_a_log_goes_on_from_a_position(tmp_path):
     (want,), (first, got) = log_of(whole), log_of(parted)
     assert first == {"step": 0}
     for record in (want, got):
-        for measured in ("seconds", "images_per_second", "peak_memory_bytes"):
+        for measured in ("seconds", "images_per_second", "peak_memory_bytes", "goodput_seconds"):
             record.pop(measured)
     assert got == want
 
@@ -321,7 +329,7 @@ def test_every_number_of_a_record_is_a_scalar_of_tensorboard(tmp_path):
     for record, (step, values) in zip(records[1:-1], events[1:-1], strict=True):
         assert record.pop("step") == step
         record.pop("each_step", None)  # lists are no scalars
-        assert values == pytest.approx(record, rel=1e-6)
+        assert values == pytest.approx(dict(scalars(record)), rel=1e-6)
 
 
 def test_closing_twice_is_closing(tmp_path):

@@ -35,7 +35,7 @@ TINY = [
     "--config.checkpoint.every=3",
 ]
 FLAGS = os.environ.get("XLA_FLAGS", "")  # other flags round otherwise
-MEASURED = ("seconds", "images_per_second", "peak_memory_bytes")
+MEASURED = ("seconds", "images_per_second", "peak_memory_bytes", "goodput_seconds")
 
 
 @pytest.fixture(scope="module", autouse=True)
