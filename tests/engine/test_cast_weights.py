@@ -41,6 +41,11 @@ CASES = [
 ]
 
 
+def named(value):
+    """A part of the name of a case, the same in every process."""
+    return " ".join(value) if isinstance(value, dict) else str(value)
+
+
 def pipeline(schedule, num_stages, mesh=None, **options):
     table = schedule_named(schedule, num_stages, N)
     if mesh is not None:
@@ -74,7 +79,7 @@ def trained(monkeypatch, casts_once, *case):
     return np.array(losses), pipe.get_params(state), pipe
 
 
-@pytest.mark.parametrize("schedule, num_stages, options", CASES, ids=str)
+@pytest.mark.parametrize("schedule, num_stages, options", CASES, ids=named)
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
 def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options, monkeypatch):
     with jax.enable_x64(True):
