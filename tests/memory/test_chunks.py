@@ -18,8 +18,8 @@ MODELS = {
 
 
 def abstract_sizes(model):
-    sizes = []
-    for factory in model.layers():
+    sizes, layers = [], model.layers()
+    for factory in [layers] if callable(layers) else layers:  # a whole model, or its layers
         make = getattr(factory, "layer", factory)  # of a skip
         module = nnx.eval_shape(lambda make=make: make(rngs=nnx.Rngs(0)))
         leaves = jax.tree.leaves(nnx.state(module, nnx.Param))
