@@ -11,8 +11,10 @@ Collectives over several axes at once, if these are axes of `jax.vmap`, which kn
 `jax.lax.ragged_all_to_all`, which it does not know. Of `jax.lax.ragged_dot` it knows the first dim alone.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,9 +35,22 @@ class _Round(NamedTuple):
     position: np.ndarray
 
 
+_KEEPS: contextvars.ContextVar[bool] = contextvars.ContextVar("jpipe_keeps_collectives", default=False)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """A context in which collectives stay as they are: the equations that are traced in it run later, on a mesh."""
+    token = _KEEPS.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS.reset(token)
+
+
 def replaced(name: str, params: Mapping[str, Any]) -> Callable[..., list] | None:
     """The function that computes the results of a collective in these surroundings; None if it can run as it is."""
-    if name not in NAMES:
+    if name not in NAMES or _KEEPS.get():
         return None
     names = params["axis_name"]
     names = names if isinstance(names, tuple) else (names,)

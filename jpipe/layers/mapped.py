@@ -24,6 +24,7 @@ import jaxlib
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jpipe.layers import collectives
 from jpipe.layers.mesh_free import NO_MESH
 from jpipe.mesh import DATA, STAGE
 from jpipe.packing import axes, axes_by_dim, part_shape
@@ -93,7 +94,7 @@ def equation(
     """
     shapes = [part_shape(v.aval.shape, tuple(spec), dict(sizes)) for v, spec in operands]
     local = [jax.ShapeDtypeStruct(shape, v.aval.dtype) for shape, (v, _) in zip(shapes, operands)]
-    with jax.sharding.use_abstract_mesh(NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH), collectives.kept():
         jaxpr = jax.make_jaxpr(run, axis_env=[*sizes])(*local)
     invars, in_specs = zip(*operands) if operands else ((), ())
     outvars, out_specs = zip(*results)
