@@ -240,6 +240,7 @@ class Step:
             self._add_copy(work, instruction, times)
         elif opcode == "fusion":
             work.kernels += times
+            self._add_traffic(work, instruction, times)
             if self.hlo.is_transpose(instruction):
                 work.transposed += times * instruction.bytes / 1e6
             for result in self.hlo.results(instruction):
@@ -248,7 +249,7 @@ class Step:
                     _add_moved(work, result.size / 1e6, times)
         elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
             work.kernels += times
-        self._add_traffic(work, instruction, times)
+            self._add_traffic(work, instruction, times)
         if name in self._recorded:
             return
         if opcode == "conditional":
@@ -258,19 +259,15 @@ class Step:
             work.host_waits += times * (_turns(instruction, activity) + 1)
 
     def _add_traffic(self, work: Work, instruction: Instruction, times: int) -> None:
-        opcode = instruction.opcode
-        is_copy = opcode in ("copy", "copy-start")
-        is_kernel = opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done"))
-        if self.hlo.is_product(instruction) or not (is_copy or is_kernel):
-            return
-        megabytes = times * (2 * instruction.bytes if is_copy else self.hlo.traffic(instruction)) / 1e6
+        """Adds the bytes of a kernel without products, or of a copy."""
+        megabytes = times * self.hlo.traffic(instruction) / 1e6
         work.traffic += megabytes
-        if is_copy or self.hlo.only_moves(instruction):
+        if self.hlo.only_moves(instruction):
             work.moved += megabytes
-            inside = self.hlo.fused(instruction) if opcode == "fusion" else [instruction]
-            work.cast += megabytes * any(i.opcode == "convert" for i in inside)
+            work.cast += megabytes * any(i.opcode == "convert" for i in self.hlo.executed(instruction))
 
     def _add_copy(self, work: Work, copy: Instruction, times: int) -> None:
+        self._add_traffic(work, copy, times)
         megabytes = copy.bytes / 1e6
         if self.hlo.is_transpose(copy):
             work.transposed += times * megabytes

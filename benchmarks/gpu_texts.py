@@ -15,7 +15,7 @@ _BYTES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4}
 _BYTES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
 
 # Operations that move an array, perhaps in another layout, and compute nothing.
-_MOVES = {"parameter", "copy", "transpose", "bitcast"}
+_MOVES = {"parameter", "copy", "copy-start", "transpose", "bitcast"}
 # Operations that change at most the place, the order or the dtype of numbers.
 _SLICES = {"slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _RENAMES = {"reshape", "convert", "tuple", "get-tuple-element", "constant", "broadcast", "pad"}
@@ -167,6 +167,10 @@ class Hlo:
         """The instructions of a fusion."""
         return self.computations[instruction.calls[0]]
 
+    def executed(self, kernel: Instruction) -> list[Instruction]:
+        """The instructions that a kernel executes: those of a fusion, or the one that it is."""
+        return self.fused(kernel) if kernel.opcode == "fusion" else [kernel]
+
     def all_of(self, computation: str) -> Iterator[Instruction]:
         """All instructions that a computation may execute, in any branch; no fused ones."""
         for instruction in self.computations[computation]:
@@ -196,30 +200,25 @@ class Hlo:
         if instruction.opcode == "copy":
             operand = self.by_name.get(instruction.operands[0])
             return operand is not None and operand.layout != instruction.layout
-        return self._only_moves(instruction) and any(i.opcode in ("copy", "transpose") for i in self.fused(instruction))
-
-    def _only_moves(self, instruction: Instruction) -> bool:
-        return (
-            instruction.opcode == "fusion"
-            and not instruction.shape.startswith("(")
-            and all(i.opcode in _MOVES for i in self.fused(instruction))
-        )
+        if instruction.opcode != "fusion" or instruction.shape.startswith("("):
+            return False
+        opcodes = {i.opcode for i in self.fused(instruction)}
+        return opcodes <= _MOVES and bool(opcodes & {"copy", "transpose"})
 
     def only_moves(self, instruction: Instruction) -> bool:
         """Whether an instruction only brings numbers to another place or dtype. It may compute the place."""
-        inside = self.fused(instruction) if instruction.opcode == "fusion" else [instruction]
         moves = _MOVES | _SLICES | _RENAMES
-        return all(i.opcode in moves or re.match(r"(s32|u32|pred)\[\]", i.shape) for i in inside)
+        return all(i.opcode in moves or re.match(r"(s32|u32|pred)\[\]", i.shape) for i in self.executed(instruction))
 
     def traffic(self, kernel: Instruction) -> int:
-        """Bytes that a kernel reads and writes. Of a slice these are the bytes of the slice."""
+        """Bytes that a kernel or a copy reads and writes. Of a slice these are the bytes of the slice."""
         if kernel.opcode == "fusion":
             inside = self.fused(kernel)
             read = sum(_read_bytes(i, inside) for i in inside if i.opcode == "parameter")
             return read + sum(result.written for result in self.results(kernel))
         if kernel.opcode == "dynamic-update-slice":
             return 2 * self.by_name[kernel.operands[1]].bytes
-        if kernel.opcode in ("slice", "dynamic-slice"):
+        if kernel.opcode in ("slice", "dynamic-slice", "copy", "copy-start"):
             return 2 * kernel.bytes
         operands = (self.by_name[name] for name in kernel.operands if name in self.by_name)
         return kernel.bytes + sum(operand.bytes for operand in operands)

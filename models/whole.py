@@ -25,6 +25,31 @@ class Residual(nnx.Module):
         return self.head(x)
 
 
+def is_import_path(path: str) -> bool:
+    """Whether a text has the form `package.module:name`."""
+    package, colon, name = path.partition(":")
+    return bool(package and colon and name)
+
+
+def imported(path: str, option: str) -> Any:
+    """What has a name in a module.
+
+    Args:
+      path: `package.module:name`.
+      option: the option of the configuration that gives the path, for messages.
+
+    Raises:
+      ValueError: if there is no such module, or no such name in it.
+    """
+    package, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"`--config.{option}={path}` cannot be imported: {error}. Set PYTHONPATH to its directory."
+        ) from error
+
+
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """A model that is no list of layers: the pipeline cuts it where little crosses."""
@@ -34,21 +59,14 @@ class Whole:
     module, of NNX or Linen. Its outputs are logits. Python must find the package: set `PYTHONPATH`."""
 
     def __post_init__(self) -> None:
-        package, colon, name = self.module.partition(":")
-        if not (package and colon and name):
+        if not is_import_path(self.module):
             raise ValueError(
                 f"`module` must be package.module:name, such as models.whole:Residual, got {self.module!r}."
             )
 
     def layers(self) -> Any:
         """What `jpipe.Pipeline` takes in the place of a list of layers."""
-        package, _, name = self.module.partition(":")
-        try:
-            return getattr(importlib.import_module(package), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"`--config.model.module={self.module}` cannot be imported: {error}. Set PYTHONPATH to its directory."
-            ) from error
+        return imported(self.module, "model.module")
 
     def loss(self) -> CrossEntropy:
         """Cross-entropy of the classes of the examples."""

@@ -41,6 +41,19 @@ def train(model, params, loss, optimizer, batches):
     return losses, gradients, jax.tree.map(np.asarray, params)
 
 
+def minibatches(microbatches, N):
+    """The microbatches, N after one another as one minibatch."""
+    return [
+        jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i : i + N])
+        for i in range(0, len(microbatches), N)
+    ]
+
+
+def stages_of_layers(records):
+    """The stage of each layer, of the records of `Pipeline.partition`."""
+    return [record.stage for record in records for _ in range(*record.layers)]
+
+
 def train_with_delays(
     model,
     stage_of_layer,

@@ -4,6 +4,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 
 import jpipe
@@ -94,3 +96,14 @@ def plain(params, x):
 
 def loss_fn(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def pipeline(schedule, **options):
+    """A pipeline of `LAYERS`."""
+    return jpipe.Pipeline(LAYERS, loss=loss_fn, optimizer=optax.sgd(0.01, momentum=0.9), schedule=schedule, **options)
+
+
+def batch(seed=0):
+    """Sixteen rows of inputs and targets in float32."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal((16, DIM)).astype(np.float32) for name in ("inputs", "targets")}

@@ -11,8 +11,8 @@ is a dict of arrays with a leading batch axis:
 Of a whole model each argument may have its entry instead of `inputs`, see `train/instructions.py`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -53,6 +53,26 @@ class Dataset(NamedTuple):
     unit: str
     bytes_per_label: float | None = None
     num_tokens: int | None = None
+
+
+Part = TypeVar("Part", bound=Sequence | np.ndarray)
+
+
+def check_test_fraction(fraction: float) -> None:
+    """Refuses a fraction that leaves nothing to train on, or nothing to hold out."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"`test_fraction` must lie between 0 and 1, got {fraction}.")
+
+
+def held_out(examples: Part, fraction: float) -> tuple[Part, Part]:
+    """The examples without the last ones, and these: a fraction of all, rounded down.
+
+    Example:
+      >>> held_out(b"abcdefgh", 0.3)
+      (b'abcdef', b'gh')
+    """
+    start = len(examples) - int(len(examples) * fraction)
+    return examples[:start], examples[start:]
 
 
 def shuffled(examples: Examples, batch_size: int, seed: int, first: int = 0) -> Iterator[Batch]:

@@ -1,13 +1,13 @@
 """A data set of your own file or of a package, by its import path."""
 
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from train.data import Batch, Dataset
+from models.whole import imported, is_import_path
+from train.data import Batch, Dataset, check_test_fraction, held_out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +22,7 @@ class Imported:
     """Fraction of numbered examples, at their end, that is held out."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
 
     def load(self) -> Dataset:
         """Imports the function and calls it.
@@ -31,24 +30,17 @@ class Imported:
         Raises:
           ValueError: if there is no such function, or it returns something else.
         """
-        package, colon, name = (self.module or "").partition(":")
-        if not (package and colon and name):
+        if not is_import_path(self.module or ""):
             raise ValueError(f"`data.module` must be package.module:name, got {self.module!r}.")
-        try:
-            make = getattr(importlib.import_module(package), name)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"`--config.data.module={self.module}` cannot be imported: {error}. Set PYTHONPATH to its directory."
-            ) from error
-        data = make()
+        data = imported(str(self.module), "data.module")()
         if isinstance(data, Dataset):
             return data
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             raise ValueError(
                 f"`{self.module}` must return a train.data.Dataset or numbered examples, got {type(data).__name__}."
             )
-        start = len(data) - int(len(data) * self.test_fraction)
-        parts = [Numbered(data, numbers, str(self.module)) for numbers in (range(start), range(start, len(data)))]
+        numbers = held_out(range(len(data)), self.test_fraction)
+        parts = [Numbered(data, part, str(self.module)) for part in numbers]
         if not all(map(len, parts)):
             raise ValueError(
                 f"`{self.module}` must have training and held-out examples, got {len(data)} with `test_fraction` = "

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from jpipe._util.foreign import parse, shown
-from train.data import Batch, Dataset
+from train.data import Batch, Dataset, check_test_fraction, held_out
 from train.files import read_bytes
 from train.tokens import ByteTokens, PublishedTokens, Tokens
 
@@ -42,8 +42,7 @@ class Instructions:
     def __post_init__(self) -> None:
         if self.seq_len < 2:
             raise ValueError(f"`seq_len` must be at least 2, got {self.seq_len}.")
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
         if self.template.count(PROMPT) != 1:
             raise ValueError(f"`template` must have {PROMPT} once, got {shown(self.template)}.")
 
@@ -71,8 +70,7 @@ class Instructions:
         if self.test_path is not None:
             test = self._examples(pathlib.Path(self.test_path), tokens)
         else:
-            start = len(train) - int(len(train) * self.test_fraction)
-            train, test = train[:start], train[start:]
+            train, test = held_out(train, self.test_fraction)
         for name, part in (("training", train), ("held-out", test)):
             if not part:
                 raise ValueError(

@@ -10,7 +10,7 @@ import pathlib
 import numpy as np
 
 from jpipe._util.foreign import shown
-from train.data import Batch, Dataset
+from train.data import Batch, Dataset, check_test_fraction, held_out
 from train.files import read_bytes
 
 PADDING, BEGIN, END, FIRST_BYTE = 0, 1, 2, 3
@@ -35,8 +35,7 @@ class Pairs:
     def __post_init__(self) -> None:
         if self.seq_len < 2:
             raise ValueError(f"`seq_len` must be at least 2, got {self.seq_len}.")
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
 
     def load(self) -> Dataset:
         """Reads the pairs and splits off the held-out ones.
@@ -56,8 +55,7 @@ class Pairs:
         if self.test_path is not None:
             test = _read(self.test_path)
         else:
-            start = len(train) - int(len(train) * self.test_fraction)
-            train, test = train[:start], train[start:]
+            train, test = held_out(train, self.test_fraction)
         parts, num_long = [], 0
         for name, pairs in (("training", train), ("held-out", test)):
             short = [p for p in pairs if max(map(len, p)) < self.seq_len]

@@ -11,7 +11,7 @@ import warnings
 
 import numpy as np
 
-from train.data import Batch, Dataset
+from train.data import Batch, Dataset, check_test_fraction, held_out
 from train.files import read_bytes
 
 
@@ -32,8 +32,7 @@ class Text:
     def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
 
     def _parts(self) -> tuple[bytes, bytes, str]:
         """Reads the text and splits off the held-out part.
@@ -47,8 +46,7 @@ class Text:
         else:
             text, source = _read(pathlib.Path(self.path)), f"`{self.path}`"
         if self.test_path is None:
-            start = len(text) - int(len(text) * self.test_fraction)
-            train, test = text[:start], text[start:]
+            train, test = held_out(text, self.test_fraction)
         else:
             train, test = text, _read(pathlib.Path(self.test_path))
             source += f" and `{self.test_path}`"
@@ -123,8 +121,7 @@ class LabeledText:
     def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
 
     def load(self) -> Dataset:
         """Reads the texts. Labels are int32 `[B]`.
@@ -143,8 +140,7 @@ class LabeledText:
             )
         train, test = [], []
         for name, text in texts.items():
-            start = len(text) - int(len(text) * self.test_fraction)
-            for windows, part in ((train, text[:start]), (test, text[start:])):
+            for windows, part in zip((train, test), held_out(text, self.test_fraction)):
                 if len(part) <= self.seq_len:
                     raise ValueError(
                         f"both parts of each text must have more than `seq_len` = "

@@ -5,7 +5,7 @@ import pathlib
 
 import numpy as np
 
-from train.data import Batch, Dataset
+from train.data import Batch, Dataset, check_test_fraction, held_out
 
 _MOST_LOOKED_AT = 1_000_000
 
@@ -29,8 +29,7 @@ class Tokenized:
     def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
-        if not 0 < self.test_fraction < 1:
-            raise ValueError(f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}.")
+        check_test_fraction(self.test_fraction)
 
     def load(self) -> Dataset:
         """Maps the files.
@@ -46,8 +45,7 @@ class Tokenized:
             )
         train = _mapped(self.path)
         if self.test_path is None:
-            start = len(train) - int(len(train) * self.test_fraction)
-            train, test = train[:start], train[start:]
+            train, test = held_out(train, self.test_fraction)
         else:
             test = _mapped(self.test_path)
         for name, part in (("training", train), ("held-out", test)):

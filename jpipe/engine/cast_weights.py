@@ -24,7 +24,7 @@ Record = TypeVar("Record", bound=TickArrays)
 
 
 def with_cast_weights(spec: PassSpec, arrays: Record) -> Record:
-    """The arrays at the begin of a pass, with all weights cast, unless layers cast them wherever they read them."""
+    """The arrays at the start of a pass, with all weights cast, unless layers cast them wherever they read them."""
     if not spec.lowered.target.casts_once:
         return arrays
     sources = {"constants": arrays.constants, **_sources(arrays)}

@@ -69,7 +69,7 @@ def run_each_alone(name: str, compute: Callable[..., Any]) -> Callable[..., Any]
       name: of the primitive.
       compute: its arrays -> its results.
     """
-    if name != "ragged_dot_general" or jax.sharding.get_abstract_mesh().manual_axes:
+    if name != "ragged_dot_general" or _KEEPS.get() or jax.sharding.get_abstract_mesh().manual_axes:
         return compute
     alone = jax.custom_batching.custom_vmap(compute)
 

@@ -5,30 +5,15 @@ import re
 
 import jax
 import numpy as np
-import optax
 import pytest
 from families import schedule_named, slow
 from helpers import refused, with_nan_buffers
-from skipping import DIM, LAYERS
+from skipping import batch
+from skipping import pipeline as make
 
 import jpipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
-
-
-def batch(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal((16, DIM)).astype(np.float32) for name in ("inputs", "targets")}
-
-
-def make(schedule, **options):
-    return jpipe.Pipeline(
-        LAYERS,
-        loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
-        optimizer=optax.sgd(0.01, momentum=0.9),
-        schedule=schedule,
-        **options,
-    )
 
 
 @pytest.mark.exhaustive

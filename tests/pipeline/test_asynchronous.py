@@ -126,9 +126,7 @@ def test_equals_the_definition(case):
         family, optimizer = FAMILIES[family].in_dtype(dtype), OPTIMIZERS[optimizer]
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
         microbatches = family.batches(ROUNDS * N, 2, np.dtype(dtype))
-        batches = [
-            jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]) for i in range(ROUNDS)
-        ]
+        batches = oracles.minibatches(microbatches, N)
         traced = []
 
         def loss(outputs, batch):
@@ -142,7 +140,7 @@ def test_equals_the_definition(case):
             recompute=recompute,
             **corrected(optimizer, corrections),
         )
-        stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
+        stage_of_layer = oracles.stages_of_layers(pipe.partition(batches[0]))
 
         delay = (paired_delay if ticks == "paired" else unit_delay)(S, N)
         if name == "pipedream_2bw":

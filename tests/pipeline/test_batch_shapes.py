@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 from flax import linen, nnx
 from flax_zoo import plain
@@ -80,7 +81,7 @@ def plain_training(pipe, batches, params, optimizer, delay=0):
     N = pipe.schedule.num_microbatches
     parts = [{name: np.split(a, N) for name, a in batch.items()} for batch in batches]
     microbatches = [{name: a[i] for name, a in minibatch.items()} for minibatch in parts for i in range(N)]
-    stage_of_layer = [record.stage for record in pipe.partition(batches[0]) for _ in range(*record.layers)]
+    stage_of_layer = oracles.stages_of_layers(pipe.partition(batches[0]))
     layers, state = [plain.from_nnx(Mix)] * 4, [{}] * 4
     trained = plain.train(
         layers, stage_of_layer, params, state, squares, optimizer, microbatches, N, lambda s, j: delay

@@ -117,9 +117,7 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
         family, S = FAMILIES["mlp"].in_dtype("float64"), len(replicas)
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
         microbatches = family.batches(ROUNDS * N, 2, "float64")
-        batches = [
-            jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]) for i in range(ROUNDS)
-        ]
+        batches = oracles.minibatches(microbatches, N)
         optimizer = optax.sgd(0.05, momentum=0.9)
         corrections, chain, hooks = {}, optimizer, {}
         if recompute == "corrected":  # PipeMare's T1 and T2, and a prediction
@@ -143,7 +141,7 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
             recompute=recompute,
             **hooks,
         )
-        stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
+        stage_of_layer = oracles.stages_of_layers(pipe.partition(batches[0]))
         delay = oracles.delay_with_copies(replicas, N, ticks)
         if name == "pipedream_2bw":
             delay = lambda s, j: 1  # noqa: E731

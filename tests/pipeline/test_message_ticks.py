@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import oracles
 import pytest
+import skipping
 from families import FAMILIES, cross_entropy
 from helpers import assert_close, use_target, with_nan_buffers
-from skipping import DIM, LAYERS
 
 import jpipe
 from jpipe import schedules
@@ -130,9 +130,7 @@ def test_equals_the_definition(name, S, N, ticks, overlap, replicas):
         family = FAMILY.in_dtype("float64")
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
         microbatches = family.batches(rounds * N, 2, np.float64)
-        batches = [
-            jax.tree.map(lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]) for i in range(rounds)
-        ]
+        batches = oracles.minibatches(microbatches, N)
         pipe = jpipe.Pipeline(
             family.layers,
             loss=cross_entropy,
@@ -140,7 +138,7 @@ def test_equals_the_definition(name, S, N, ticks, overlap, replicas):
             schedule=schedules.get(name)(S, N, ticks=ticks, replicas=replicas, message_ticks=k),
             overlap=overlap,
         )
-        stage_of_layer = [r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)]
+        stage_of_layer = oracles.stages_of_layers(pipe.partition(batches[0]))
         delay = {"paired": paired_delay, "unit": unit_delay}[ticks](S, N, k, replicas)
         if name == "pipedream_2bw":
             delay = lambda s, j: 1  # noqa: E731
@@ -197,21 +195,6 @@ def test_the_walk_finds_a_message_that_is_read_too_early():
 # -- What moves, and when
 
 
-def skipping(table, **options):
-    return jpipe.Pipeline(
-        LAYERS,
-        loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
-        optimizer=optax.sgd(0.01, momentum=0.9),
-        schedule=table,
-        **options,
-    )
-
-
-def batch(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal((16, DIM)).astype(np.float32) for name in ("inputs", "targets")}
-
-
 @pytest.mark.parametrize(("overlap", "platform"), [(False, "cpu"), (True, "cpu"), (True, "tpu"), (True, "gpu")])
 @pytest.mark.sampled(2)
 def test_skips_cross_too(overlap, platform, monkeypatch):
@@ -219,10 +202,10 @@ def test_skips_cross_too(overlap, platform, monkeypatch):
     results = []
     for ticks in (1, (1, 2, 1)):
         use_target(monkeypatch, "cpu" if ticks == 1 else platform)
-        pipe = skipping(schedules.one_f_one_b(4, 8, message_ticks=ticks), overlap=overlap)
-        state = pipe.init(jax.random.key(0), batch())
+        pipe = skipping.pipeline(schedules.one_f_one_b(4, 8, message_ticks=ticks), overlap=overlap)
+        state = pipe.init(jax.random.key(0), skipping.batch())
         for step in range(3):
-            state, metrics = pipe.step(with_nan_buffers(state), batch(step))
+            state, metrics = pipe.step(with_nan_buffers(state), skipping.batch(step))
         results.append((metrics["loss"], pipe.get_params(state)))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, *results)
@@ -230,7 +213,8 @@ def test_skips_cross_too(overlap, platform, monkeypatch):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_only_messages_of_slow_boundaries_have_channels_of_their_own(overlap):
-    engine = skipping(schedules.one_f_one_b(4, 8, message_ticks=(1, 2, 1)), overlap=overlap)._program(batch()).engine
+    pipe = skipping.pipeline(schedules.one_f_one_b(4, 8, message_ticks=(1, 2, 1)), overlap=overlap)
+    engine = pipe._program(skipping.batch()).engine
     for channel in engine.lowered.channels:
         slow = {min(pair) <= 1 < max(pair) for pair in channel.pairs}
         assert slow == {channel.crosses}

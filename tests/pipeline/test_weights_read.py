@@ -75,7 +75,7 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
         for batch in batches[:2]:
             state, _ = first.step(state, batch)
         params = first.get_params(state)
-        stage_of_layer = [r.stage for r in second.partition(batches[0]) for _ in range(*r.layers)]
+        stage_of_layer = oracles.stages_of_layers(second.partition(batches[0]))
         _, want = oracles.train_with_delays(
             plain,
             stage_of_layer,
