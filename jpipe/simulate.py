@@ -31,6 +31,9 @@ _SUM_OF = {
 _EXCHANGES = {"forward": "exchange", "backward": "gradient_exchange", "weight_grad": "weight_exchange"}
 """Kind of operation -> the name of the cost of the collectives in its layers."""
 
+_SUMS = {"forward": "sums", "backward": "gradient_sums", "weight_grad": "weight_sums"}
+"""The same for the collectives that compute never hides."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -56,6 +59,8 @@ class Costs:
       gradient_exchange: the same in an input gradient, or in a backward that is not split. None: the same as
         `exchange`.
       weight_exchange: the same in a weight gradient of a split backward.
+      sums, gradient_sums, weight_sums: the same for collectives that the device always waits for, such as sums of
+        gradients on a TPU.
       overlaps: whether exchanges pass while the device computes, as above. If not, it waits for all of them.
       update: time of a stage's optimizer, once per minibatch, with the sum over its copies.
       tick: time that devices lose by waiting for each other, per tick that sends messages,
@@ -79,6 +84,9 @@ class Costs:
     exchange: ArrayLike = 0.0
     gradient_exchange: ArrayLike | None = None
     weight_exchange: ArrayLike = 0.0
+    sums: ArrayLike = 0.0
+    gradient_sums: ArrayLike = 0.0
+    weight_sums: ArrayLike = 0.0
     overlaps: bool = True
     update: ArrayLike = 0.0
     tick: float = 0.0
@@ -115,7 +123,7 @@ class Costs:
           ValueError: if a cost is an array for another number of stages.
         """
         costs: dict[str, np.ndarray] = {}
-        for name in (*_KINDS, "fused_backward", *_EXCHANGES.values(), "update", *TRANSFERS.values()):
+        for name in (*_KINDS, "fused_backward", *_EXCHANGES.values(), *_SUMS.values(), "update", *TRANSFERS.values()):
             cost = getattr(self, name)
             if cost is None:
                 costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
@@ -229,10 +237,10 @@ def simulate(
             "program on all devices, the second one program per device."
         )
     stage_costs = costs.of_stages(schedule.num_stages)
-    exchanges = any(stage_costs[name].any() for name in _EXCHANGES.values())
+    exchanges = any(stage_costs[name].any() for name in (*_EXCHANGES.values(), *_SUMS.values()))
     if mode == "dependencies" and any((costs.num_cores, costs.tick, costs.jitter, exchanges)):
         raise ValueError(
-            "`num_cores`, `tick`, `jitter` and `exchange` are costs of devices in lockstep, got "
+            "`num_cores`, `tick`, `jitter`, `exchange` and `sums` are costs of devices in lockstep, got "
             'mode="dependencies". Use mode="lockstep".'
         )
     if not schedule.splits_backward:
@@ -282,7 +290,9 @@ def _timing(
         start,
         end,
         D if cores is None else min(D * costs.cores_per_device, cores),
-        exchange=np.bincount(schedule.device, in_column * sum(length[_EXCHANGES[kind]] for kind in start), D),
+        exchange=np.bincount(
+            schedule.device, in_column * sum(length[_EXCHANGES[kind]] + length[_SUMS[kind]] for kind in start), D
+        ),
         exposed=np.zeros(D),
     )
 
@@ -324,10 +334,8 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
-    exposed = np.zeros((T, D))
-    if any(length[name].any() for name in _EXCHANGES.values()):
-        exposed = _exposed(schedule, length, costs.overlaps)
-        transfer += (work + exposed).max(axis=1) - work.max(axis=1)
+    exposed = _exposed(schedule, length, costs.overlaps)
+    transfer += (work + exposed).max(axis=1) - work.max(axis=1)
     for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
@@ -359,6 +367,7 @@ def _exposed(schedule: Schedule, length: dict, overlaps: bool) -> np.ndarray:
     shape = schedule.num_ticks, schedule.num_devices
     compute = {name: np.zeros(shape) for name in ("forward", "backward")}
     exchange = {name: np.zeros(shape) for name in compute}
+    sums = np.zeros(shape)
     depends = np.full(shape, not overlaps)
     for kind in _ticks(schedule):
         runs = getattr(schedule, kind) != IDLE
@@ -367,9 +376,10 @@ def _exposed(schedule: Schedule, length: dict, overlaps: bool) -> np.ndarray:
             d = schedule.device[c]
             compute[name][t, d] += length[kind][c]
             exchange[name][t, d] += length[_EXCHANGES[kind]][c]
+            sums[t, d] += length[_SUMS[kind]][c]
             depends[t, d] |= kind == "backward" and schedule.forward[t, c] == schedule.backward[t, c]
     covered = {name: np.where(depends, 0.0, compute[other]) for name, other in zip(compute, reversed(compute))}
-    return np.maximum([exchange[name] - covered[name] for name in compute], 0.0).sum(axis=0)
+    return np.maximum([exchange[name] - covered[name] for name in compute], 0.0).sum(axis=0) + sums
 
 
 def _clock(work: np.ndarray, costs: Costs) -> Callable:

@@ -51,6 +51,7 @@ class Target:
         that it does not have.
       pairs_passes: whether the forward and the backward of a tick run in one branch, if the table lets them and layers
         communicate. XLA moves a collective under the products of its own branch alone.
+      hides_sums: whether XLA also moves sums under products. For a TPU it writes them as one operation.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
@@ -72,6 +73,7 @@ class Target:
     ends_apart: bool = False
     sums_by_permutes: bool = False
     pairs_passes: bool = False
+    hides_sums: bool = True
     flops_per_byte: float = 0.0
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pair_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -87,6 +89,7 @@ TPU = Target(
     sums_by_permutes=True,
     flops_per_byte=240,
     pairs_passes=True,
+    hides_sums=False,
     # By default an all-to-all of a TPU has no start and no done.
     pair_options={"xla_tpu_enable_async_all_to_all": True},
 )

@@ -342,7 +342,7 @@ class _Pricing:
             )
 
         candidates: list[Candidate] = []
-        cuts = _cuts(schedule, profile) if cut is None else [cut]
+        cuts = _cuts(schedule, profile, self.machine) if cut is None else [cut]
         for boundaries in filter(trains, cuts):
             candidates.append(priced(boundaries, NO_OFFLOAD))
             if candidates[-1].fits:
@@ -370,9 +370,9 @@ def _tied(profile: Profile) -> str:
     )
 
 
-def _cuts(schedule: Schedule, profile: Profile) -> Iterator[list[int]]:
+def _cuts(schedule: Schedule, profile: Profile, machine: Machine) -> Iterator[list[int]]:
     """The boundaries that balance times; then those that balance bytes, if they differ."""
-    by_time = balance_by_time(profile, schedule.num_stages)
+    by_time = balance_by_time(profile, schedule.num_stages, machine=machine)
     yield by_time
     in_flight = int(schedule.facts().in_flight.max())
     by_bytes = balance_by_memory(profile, schedule.num_stages, in_flight=in_flight)

@@ -44,7 +44,8 @@ class Exchange:
 
     Attributes:
       operation: "forward", "backward", "input_grad" or "weight_grad".
-      kind: "all_to_all", whose devices send each other parts, or "ring", whose devices send to a neighbour.
+      kind: "all_to_all", whose devices send each other parts, "ring", whose devices send to a neighbour, or "sum", a
+        ring that adds up.
       axes: the axes of the mesh along which devices exchange.
       num_bytes: bytes that a device sends to others.
       num_messages: the messages that follow each other.
@@ -104,13 +105,13 @@ class _Sent(NamedTuple):
     num_messages: Callable[[int], int]
 
 
-_RING_SUM = _Sent("ring", lambda size, n: 2 * size * (n - 1) / n, lambda n: 2 * (n - 1))
+_SUM = _Sent("sum", lambda size, n: 2 * size * (n - 1) / n, lambda n: 2 * (n - 1))
 _SENT = {
-    "psum": _RING_SUM,
-    "pmax": _RING_SUM,
-    "pmin": _RING_SUM,
+    "psum": _SUM,
+    "pmax": _SUM,
+    "pmin": _SUM,
     "all_gather": _Sent("ring", lambda size, n: size * (n - 1), lambda n: n - 1),
-    "reduce_scatter": _Sent("ring", lambda size, n: size * (n - 1) / n, lambda n: n - 1),
+    "reduce_scatter": _Sent("sum", lambda size, n: size * (n - 1) / n, lambda n: n - 1),
     "all_to_all": _Sent("all_to_all", lambda size, n: size * (n - 1) / n, lambda n: n - 1),
     "ragged_all_to_all": _Sent("all_to_all", lambda size, n: size * (n - 1) / n, lambda n: n - 1),
 }
@@ -211,5 +212,5 @@ def _sums_of_gradients(program: LayerProgram, specs: Sequence[tuple], values: Va
         size = num_bytes([program.parameters[j]]) // math.prod(mesh.shape[name] for name in split_over)
         for name, n in mesh.shape.items():  # one sum for each axis
             if name in split and name not in split_over and not by_maps[j]:
-                count.add("ring", (name,), _RING_SUM.num_bytes(size, n), _RING_SUM.num_messages(n))
+                count.add(_SUM.kind, (name,), _SUM.num_bytes(size, n), _SUM.num_messages(n))
     return count

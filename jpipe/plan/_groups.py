@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpipe.plan._exchanges import Exchange
 from jpipe.plan._profile import Profile
 from jpipe.schedule import Schedule
 from jpipe.solvers import Machine
@@ -63,12 +62,14 @@ def exchange_costs(
       starts: the first layer of each stage, then the number of layers.
       machine: all devices.
     """
-    names = ("exchange", "gradient_exchange", "weight_exchange")
-    seconds = {name: np.zeros(len(starts) - 1) for name in names}
+    exchanges, sums = ("exchange", "gradient_exchange", "weight_exchange"), ("sums", "gradient_sums", "weight_sums")
+    seconds = {name: np.zeros(len(starts) - 1) for name in (*exchanges, *sums)}
     if profile.group_size > 1:
-        for name, operation in zip(names, _operations(schedule)):
-            of_layers = [_seconds(sent, profile, machine) for sent in profile.exchanges(operation)]
-            seconds[name] += [sum(of_layers[i:j]) for i, j in itertools.pairwise(starts)]
+        for *names, operation in zip(exchanges, sums, _operations(schedule)):
+            for s, (start, stop) in enumerate(itertools.pairwise(starts)):
+                for exchange in itertools.chain(*profile.exchanges(operation)[start:stop]):
+                    waits = exchange.kind == "sum" and not machine.hides_sums
+                    seconds[names[waits]][s] += exchange.seconds(machine, profile.axes)
     return seconds
 
 
@@ -92,7 +93,3 @@ def traffic_of(schedule: Schedule, profile: Profile, starts: Sequence[int], mach
 
 def _operations(schedule: Schedule) -> tuple[str, ...]:
     return ("forward", "input_grad", "weight_grad") if schedule.splits_backward else ("forward", "backward")
-
-
-def _seconds(sent: Sequence[Exchange], profile: Profile, machine: Machine) -> float:
-    return sum(exchange.seconds(machine, profile.axes) for exchange in sent)

@@ -39,7 +39,8 @@ def measure_machine(
     the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
     the tick the more. If devices are in several slices of TPUs, nodes of GPUs or processes, as many in
     each, messages between two of these are timed too, beside messages in one: that gives the slow links.
-    Whether collectives of layers pass under compute (`Machine.overlaps`) is known of the platform.
+    Whether collectives of layers pass under compute (`Machine.overlaps`, `Machine.hides_sums`) is known of the
+    platform.
 
     Of several processes every one must call it with the number of all devices. They get what process 0 measured.
 
@@ -79,6 +80,7 @@ def measure_machine(
     if jax.process_count() > 1:
         measured = bandwidth, far, later, cores_per_device, jitter, tick, step
         bandwidth, far, later, cores_per_device, jitter, tick, step = from_first(measured)
+    target = target_of(jax.default_backend())
     return Machine(
         num_devices,
         memory_limit,
@@ -90,7 +92,8 @@ def measure_machine(
         step=step,
         num_cores=num_cores,
         cores_per_device=cores_per_device,
-        overlaps=target_of(jax.default_backend()).pairs_passes,
+        overlaps=target.pairs_passes,
+        hides_sums=target.hides_sums,
     )
 
 

@@ -7,6 +7,7 @@ layers ── traced ──> kinds ── measured among each other ──> Prof
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from jpipe.plan._exchanges import Axis, Exchange
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
 from jpipe.schedule import Schedule
-from jpipe.solvers import Graph, Node, min_max
+from jpipe.solvers import Graph, Machine, Node, min_max
 from jpipe.stages.extra_args import rereads_weights
 
 _FORMAT = "jpipe profile 6"
@@ -436,13 +437,17 @@ class Profile:
 # -- Balancing
 
 
-def balance_by_time(profile: Profile, num_stages: int, *, split: bool = False) -> list[int]:
+def balance_by_time(
+    profile: Profile, num_stages: int, *, split: bool = False, machine: Machine | None = None
+) -> list[int]:
     """Cuts layers into stages so that the slowest stage takes the least time per microbatch.
 
     Args:
       profile: the costs of the layers.
       num_stages: S, at most the number of layers.
       split: whether to count input gradient and weight gradient instead of the whole backward.
+      machine: the devices, if those of a group send to each other inside of layers. What they send then counts too,
+        as if none of it were hidden.
 
     Returns:
       The S - 1 boundaries: the layer at which each stage after the first begins.
@@ -454,7 +459,11 @@ def balance_by_time(profile: Profile, num_stages: int, *, split: bool = False) -
       Kim et al., "torchgpipe", arXiv:2004.09910, section 2.2; `torchgpipe.balance.balance_by_time`.
     """
     operations = operations_of(split)
-    return min_max([sum(of) for of in zip(*map(profile.seconds, operations))], num_stages)
+    seconds = [sum(of) for of in zip(*map(profile.seconds, operations))]
+    if machine is not None and profile.group_size > 1:
+        for i, sent in enumerate(zip(*map(profile.exchanges, operations))):
+            seconds[i] += sum(e.seconds(machine, profile.axes) for e in itertools.chain(*sent))
+    return min_max(seconds, num_stages)
 
 
 def balance_by_memory(profile: Profile, num_stages: int, *, in_flight: int = 1) -> list[int]:

@@ -26,6 +26,7 @@ class Machine:
       cores_per_device: number of cores that one device can use at once.
       overlaps: whether collectives inside of layers pass while the device computes for another microbatch of the same
         tick. If not, it waits for all of them.
+      hides_sums: whether sums are among these collectives. If not, a device waits for each.
 
     Raises:
       ValueError: if a count, size or bandwidth is not above 0, or a time is negative or not finite.
@@ -42,6 +43,7 @@ class Machine:
     num_cores: float | None = None
     cores_per_device: float = 1.0
     overlaps: bool = False
+    hides_sums: bool = True
 
     def __post_init__(self):
         positive = {

@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_compiled_program(axes):
     for operation in ("forward", "backward"):
         assert sent(profile, operation, "all_to_all") == counted[operation, "all-to-all"] > 0
     # Weights whose gradients devices have to add up; statistics of routers are numbers.
-    assert sent(profile, "backward", "ring") == counted["backward", "all-reduce"] > 0
+    assert sent(profile, "backward", "sum") == counted["backward", "all-reduce"] > 0
     for layer in profile.layers:
         halves = {op: [e for e in layer.exchanges if e.operation == op] for op in ("input_grad", "weight_grad")}
         total = sum(e.num_bytes for es in halves.values() for e in es)
@@ -141,7 +141,7 @@ def with_exchanges(**seconds):
         Exchange("forward", "all_to_all", ("expert",), 100, 1),
         Exchange("backward", "all_to_all", ("expert",), 200, 1),
         Exchange("input_grad", "all_to_all", ("expert",), 150, 1),
-        Exchange("weight_grad", "ring", ("expert",), 50, 2),
+        Exchange("weight_grad", "sum", ("expert",), 50, 2),
     )
     layers = tuple(dataclasses.replace(layer, exchanges=sends) for layer in profile.layers)
     return dataclasses.replace(profile, layers=layers, axes=(Axis("expert", 2),))
@@ -174,6 +174,38 @@ def test_overlapped_ticks_hide_it_where_devices_overlap():
     paired = next(c for c in plain if c.num_stages == 2 and c.options["ticks"] == "paired")
     assert best.prediction.seconds < paired.prediction.seconds
     assert best.axes == (Axis("expert", 2),) and best.num_devices == 4
+
+
+def test_sums_take_their_time_where_devices_do_not_hide_them():
+    """On a TPU. In a split backward, 50 of 300 bytes are sums; in the other one, none are."""
+    profile, machine = with_exchanges(), Machine(4, bandwidth=(400.0, 400.0), overlaps=True)
+    tables = (
+        (jpipe.schedules.dual_pipe_v(4, 8), [1, 2, 3]),
+        (jpipe.schedules.one_f_one_b(2, 8, ticks="overlapped"), [2]),
+    )
+    for (table, cut), num_bytes in zip(tables, (50, 0)):
+        hidden, waits = (
+            predict(table, profile, cut, dataclasses.replace(machine, hides_sums=hides)) for hides in (True, False)
+        )
+        sums = 2 * 8 * num_bytes / 400  # two layers of a device, eight microbatches
+        np.testing.assert_allclose(waits.timing.exchange, hidden.timing.exchange)
+        assert waits.traffic == hidden.traffic
+        assert (waits.timing.exposed >= sums).all() and (waits.timing.exposed >= hidden.timing.exposed).all()
+        assert (waits.seconds > hidden.seconds) == (sums > 0)
+
+
+def test_cuts_balance_what_is_sent_too():
+    """Four layers compute 3 for a microbatch. The first one sends 300 bytes, which take 6."""
+    profile = with_exchanges()
+    first, *others = profile.layers
+    alone = dataclasses.replace(
+        profile, layers=(first, *(dataclasses.replace(layer, exchanges=()) for layer in others))
+    )
+    slow = Machine(4, bandwidth=(50.0, 50.0))
+    assert jpipe.plan.balance_by_time(alone, 2) == [2]
+    assert jpipe.plan.balance_by_time(alone, 2, machine=slow) == [1]  # 9 and 9, not 12 and 6
+    chosen = choose(alone, slow, B // 2 * 32, schedule_names=["gpipe"], recompute="none")
+    assert {c.boundaries for c in chosen if c.num_stages == 2} == {(1,)}
 
 
 def test_links_of_a_group():

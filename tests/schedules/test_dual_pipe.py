@@ -87,8 +87,8 @@ def test_both_passes_are_of_different_operations(num_stages):
         assert (table.facts().in_flight <= paired.facts().in_flight + 1).all()
 
 
-def exposed_by_hand(schedule, compute, exchange):
-    """`[T, D]`: the longer of what computes and of what each pass needs by itself, less what computes."""
+def exposed_by_hand(schedule, compute, exchange, sums):
+    """`[T, D]`: the longer of what computes and of what each pass needs by itself, less what computes; and all sums."""
     exposed = np.zeros((schedule.num_ticks, schedule.num_devices))
     for t, d in np.ndindex(exposed.shape):
         on = np.flatnonzero(schedule.device == d)
@@ -103,11 +103,11 @@ def exposed_by_hand(schedule, compute, exchange):
             least = f + b + first + second  # one after the other
         else:
             least = max(f + b, f + first, b + second, first + second)
-        exposed[t, d] = least - f - b
+        exposed[t, d] = least - f - b + sums[0] * len(forward) + sums[1] * len(backward) + sums[2] * len(weight)
     return exposed
 
 
-@pytest.mark.parametrize("exchange", [0.0, 0.4, 1.0, 2.5])
+@pytest.mark.parametrize("exchange, sums", [(0.0, 0.0), (0.4, 0.0), (1.0, 0.3), (2.5, 0.0), (0.0, 0.3)])
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -120,16 +120,19 @@ def exposed_by_hand(schedule, compute, exchange):
     ],
     ids=lambda schedule: f"{schedule.name} of {schedule.num_ticks} ticks",
 )
-def test_exchanges_lie_under_the_other_pass(schedule, exchange):
-    compute = 1.0, 1.2, 0.7
-    timing = simulate(schedule, Costs(*compute, exchange=exchange))
+def test_exchanges_lie_under_the_other_pass(schedule, exchange, sums):
+    compute, sums = (1.0, 1.2, 0.7), (sums, 2 * sums, 3 * sums if schedule.splits_backward else 0.0)
+    given = dict(zip(("sums", "gradient_sums", "weight_sums"), sums))
+    timing = simulate(schedule, Costs(*compute, exchange=exchange, **given))
     work = np.zeros((schedule.num_ticks, schedule.num_devices))
     for kind, seconds in zip(("forward", "backward", "weight_grad"), compute):
         cells = schedule.backward if kind == "weight_grad" and not schedule.splits_backward else getattr(schedule, kind)
         for t, c in np.argwhere(cells != IDLE):
             work[t, schedule.device[c]] += seconds
-    want = (work + exposed_by_hand(schedule, compute, exchange)).max(axis=1).sum()
+    want = (work + exposed_by_hand(schedule, compute, exchange, sums)).max(axis=1).sum()
     np.testing.assert_allclose(timing.makespan, want)
+    runs = schedule.num_microbatches * np.bincount(schedule.device)
+    np.testing.assert_allclose(timing.exchange, runs * (2 * exchange + sum(sums)))
     np.testing.assert_allclose(timing.communicating, want - work.max(axis=1).sum(), atol=1e-9)
 
 
@@ -147,7 +150,9 @@ def test_who_is_fastest_depends_on_the_exchanges():
 
 
 def test_exchanges_are_of_lockstep():
-    with pytest.raises(ValueError, match='`exchange` are costs of devices in lockstep, got mode="dependencies"'):
+    with pytest.raises(
+        ValueError, match='`exchange` and `sums` are costs of devices in lockstep, got mode="dependencies"'
+    ):
         simulate(one_f_one_b(2, 4), Costs(exchange=1.0), "dependencies")
     with pytest.raises(ValueError, match="`exchange` must be at least 0"):
         Costs(exchange=-1.0)
