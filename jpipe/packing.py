@@ -196,6 +196,11 @@ class Place:
         """The first index of leaf i."""
         return self.base + i * self.stride
 
+    @property
+    def step(self) -> int:
+        """The stride, 0 if there is one leaf."""
+        return self.stride if self.count > 1 else 0
+
     def alone(self, i: int) -> "Place":
         """The place of leaf i as the first of a run, whose leaves follow one another at the next indices."""
         return dataclasses.replace(self, base=int(self.start(i)), stride=1, count=1)
@@ -270,7 +275,8 @@ class Packing:
             on a device of its own.
           tight: whether more leaves go into vectors if that brings padding within `MOST_PADDING`. For
             arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
-            on TPUs whenever it is read.
+            on TPUs whenever it is read. The leaves that most stages have come first, so that they lie at the same
+            indices in all of these.
         """
         leaves_of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         stages = _StageCounts.of([[o] for o in range(len(owners))] if devices is None else devices)
@@ -291,16 +297,20 @@ class Packing:
         pooled = _with_short_vectors(pooled, in_vectors)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
-        for leaves in leaves_of_owners:
+        groups_of_owners = list(map(_groups, leaves_of_owners))
+        if tight:
+            groups_of_owners = _shared_first(leaves_of_owners, groups_of_owners, stages.number.sum(axis=1).tolist())
+        for leaves, groups in zip(leaves_of_owners, groups_of_owners, strict=True):
             next_free: dict = collections.defaultdict(int)
-            own_places: list[Place] = []
-            for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):
-                first = len(own_places)
+            place_of_leaf: dict[int, Place] = {}
+            for group in groups:
+                count = leaves[group[0]].count
                 used_together: dict = collections.Counter()
-                for leaf in together:
+                for number in group:
+                    leaf = leaves[number]
                     shape, dtype, spec, chunk = key = _key(leaf)
                     if leaf.is_empty:
-                        own_places.append(Place("", 0, 0, count, shape, True, empty=dtype))
+                        place_of_leaf[number] = Place("", 0, 0, count, shape, True, empty=dtype)
                         continue
                     is_on_host = chunk > 0
                     assert not (leaf.in_vector and is_on_host)
@@ -323,13 +333,14 @@ class Packing:
                     dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
                     place = Place(name, base, 0, count, shape, flat, spec, is_on_host, rows)
-                    place = dataclasses.replace(place, read_in_parts=leaf.read_in_parts)
-                    own_places.append(place)
+                    place_of_leaf[number] = dataclasses.replace(place, read_in_parts=leaf.read_in_parts)
                     used_together[name] += math.prod(shape) if flat else rows
-                own_places[first:] = [dataclasses.replace(p, stride=used_together[p.array]) for p in own_places[first:]]
+                for number in group:
+                    place = place_of_leaf[number]
+                    place_of_leaf[number] = dataclasses.replace(place, stride=used_together[place.array])
                 for name, stride in used_together.items():
                     next_free[name] += count * stride
-            places.append(tuple(own_places))
+            places.append(tuple(place_of_leaf[number] for number in range(len(leaves))))
             used.append(
                 sum(count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval, count, *_ in leaves)
             )
@@ -392,6 +403,37 @@ def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
     """The key of a pool: the facts that its leaves share. The last is the chunk, 0 on the device."""
     chunk = leaf.chunk if leaf.on_host else 0
     return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, chunk
+
+
+def _groups(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """The numbers of the leaves of an owner that lie together: neighbours of one count."""
+    groups = itertools.groupby(range(len(leaves)), lambda number: leaves[number].count)
+    return [list(group) for _, group in groups]
+
+
+def _shared_first(
+    leaves_of_owners: Sequence[Sequence[Leaf]], groups_of_owners: Sequence[list[list[int]]], num_stages: Sequence[int]
+) -> list[list[list[int]]]:
+    """The groups of each owner, those that most stages have first. Leaves of count 1 are groups by themselves.
+
+    Args:
+      leaves_of_owners: the leaves.
+      groups_of_owners: the numbers of the leaves of each group.
+      num_stages: the number of stages that each owner stands for.
+    """
+    named: list[list[tuple]] = []
+    holders: collections.Counter = collections.Counter()
+    for leaves, groups, number in zip(leaves_of_owners, groups_of_owners, num_stages, strict=True):
+        before: collections.Counter = collections.Counter()
+        named.append([])
+        for group in groups:
+            for part in [group] if leaves[group[0]].count > 1 else [[n] for n in group]:
+                keys = tuple(_key(leaves[n]) for n in part)
+                name = keys, before[keys]
+                before[keys] += 1
+                holders[name] += number
+                named[-1].append((name, part))
+    return [[part for _, part in sorted(owner, key=lambda item: -holders[item[0]])] for owner in named]
 
 
 class _StageCounts(NamedTuple):
@@ -671,8 +713,7 @@ def _blocks(
     for place, value in pairs:
         last = groups[-1][-1][0] if joined and groups else None
         follows = last is not None and (
-            (last.array, last.stride, last.base + last.block[0], ())
-            == (place.array, place.stride, place.base, place.spec)
+            (last.array, last.step, last.base + last.block[0], ()) == (place.array, place.step, place.base, place.spec)
         )
         if follows:
             groups[-1].append((place, value))

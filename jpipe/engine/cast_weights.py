@@ -3,10 +3,17 @@
 A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. On GPUs the
 casts are kernels of their own, which read four bytes of each weight and write two. So a pass casts all weights when it
 begins, and those of a stage again after its update, if a later tick reads them. The copies are temporaries of the step.
+
+Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
+would first slice a weight out of a copy of all, for each product with a bias.
 """
 
-from collections.abc import Mapping
-from typing import TypeVar
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +25,10 @@ from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import run_lanes
 from jpipe.engine.spec import PassSpec
 from jpipe.lowering.scalars import LaneScalars, TickScalars
-from jpipe.packing import Packing, Place
+from jpipe.packing import Place
+
+SMALL = 2**14
+"""The most numbers of a weight that is read together with others."""
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -49,33 +59,55 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
     def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
         lead = device.lead("parameters", lane.row)
 
-        def row(name: str, array: jax.Array, cast: jax.Array) -> jax.Array:
-            (number,) = lead(name)
-            new = lax.dynamic_index_in_dim(array, number, allow_negative_indices=False).astype(cast.dtype)
+        def row(source: Packed, part: _Part, cast: jax.Array) -> jax.Array:
+            (number,) = lead(part.array)
+            array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
             old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, new, old)
+            new = jnp.where(num_updates > 0, part.of(array).astype(cast.dtype), old)
             return lax.dynamic_update_slice_in_dim(cast, new, number, 0, allow_negative_indices=False)
 
         cast = written.cast_weights
-        new = {use: {n: row(n, source[n], a) for n, a in cast[use].items()} for use, source in sources.items()}
+        new = {
+            use: {part.name: row(source, part, cast[use][part.name]) for part in _parts(spec, source)}
+            for use, source in sources.items()
+        }
         return written.replace(cast_weights={**cast, **new})
 
     return run_lanes(device, scalars, "cast", ["cast_weights"], recast, arrays)
 
 
-def weights_for(read: TickArrays, weight_pass: str, cast: bool = True) -> Packed:
-    """The weights that a pass, "forward" or "backward", reads; with `cast` those that are cast once."""
-    newest = weight_pass if weight_pass in read.read_parameters else "parameters"
-    arrays = {**read.constants, **_sources(read)[newest]}
-    for use in ("constants", newest) if cast else ():
-        arrays |= read.cast_weights.get(use, {})
-    return arrays
+class WeightReader(NamedTuple):
+    """The weights that a forward or a backward reads.
 
+    Attributes:
+      arrays: arrays with the weights, as they are stored.
+      copies: name of an array -> its parts that are cast once, each with its copy.
+    """
 
-def read_weight(stored: Packing, arrays: Packed, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
-    """The weight at a place, in the dtype that it is stored in. A layer casts it back, and XLA removes both casts."""
-    value = packing.read(arrays, place, lead, i)
-    return value.astype(stored.arrays[place.array].dtype) if place.array else value
+    arrays: Packed
+    copies: Mapping[str, Sequence[tuple["_Part", jax.Array]]]
+
+    @classmethod
+    def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str) -> "WeightReader":
+        """The weights for a pass, "forward" or "backward"."""
+        newest = weight_pass if weight_pass in read.read_parameters else "parameters"
+        sources = {"constants": read.constants, newest: _sources(read)[newest]}
+        copies: dict[str, list[tuple[_Part, jax.Array]]] = {}
+        for use, cast in read.cast_weights.items():
+            for part in _parts(spec, sources.get(use, {})):
+                copies.setdefault(part.array, []).append((part, cast[part.name]))
+        return cls({**sources["constants"], **sources[newest]}, copies)
+
+    def read(self, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
+        """The weight of layer i at a place, in the dtype that it is stored in.
+
+        A layer casts it back to the dtype of a copy, and XLA removes both casts.
+        """
+        for part, copy in self.copies.get(place.array, ()):
+            if part.holds(place, i):
+                there = dataclasses.replace(place, base=place.base - part.start)
+                return packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+        return packing.read(self.arrays, place, lead, i)
 
 
 def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
@@ -83,14 +115,84 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
     return {"parameters": arrays.parameters, **arrays.read_parameters}
 
 
+class _Part(NamedTuple):
+    """A part of a packed array that has a copy of its own.
+
+    Attributes:
+      array: the name of the array.
+      start, stop: its indices, after the leading axis.
+    """
+
+    array: str
+    start: int
+    stop: int
+
+    @classmethod
+    def of_leaf(cls, place: Place, i: int) -> "_Part":
+        """The part that is leaf i at a place."""
+        start = int(place.start(i))
+        return cls(place.array, start, start + place.block[0])
+
+    @property
+    def name(self) -> str:
+        """The name of the copy."""
+        return f"{self.array} from {self.start} to {self.stop}"
+
+    def holds(self, place: Place, i: jax.Array | int) -> bool:
+        """Whether leaf i at a place, or any leaf if i is not known, lies in it."""
+        first, last = (self.of_leaf(place, n) for n in ((i, i) if isinstance(i, int) else (0, place.count - 1)))
+        return self.start <= first.start and last.stop <= self.stop
+
+    def overlaps(self, other: "_Part") -> bool:
+        """Whether an index is in both parts of one array."""
+        return self.start < other.stop and other.start < self.stop
+
+    def of(self, array: jax.Array) -> jax.Array:
+        """The part of some rows of the array."""
+        return lax.slice_in_dim(array, self.start, self.stop, axis=1)
+
+
 def _cast(spec: PassSpec, source: Packed) -> Packed:
-    """Those arrays that layers cast to fewer bytes."""
-    dtype = spec.numbers.compute_dtype
-    return {
-        name: a.astype(dtype)
+    """The copies of arrays that layers cast to fewer bytes."""
+    dtype: Any = spec.numbers.compute_dtype
+    return {part.name: part.of(source[part.array]).astype(dtype) for part in _parts(spec, source)}
+
+
+def _parts(spec: PassSpec, source: Packed) -> list[_Part]:
+    """The parts of some arrays that have copies."""
+    dtype, leaves = spec.numbers.compute_dtype, _parts_of_leaves(spec)
+    names = [
+        name
         for name, a in source.items()
         if dtype is not None
         and jnp.issubdtype(a.dtype, jnp.floating)
         and a.dtype.itemsize > dtype.itemsize
         and not packing.is_on_host(a)
-    }
+    ]
+    return [part for name in names for part in leaves.get(name, [_Part(name, 0, source[name].shape[1])])]
+
+
+def _parts_of_leaves(spec: PassSpec) -> dict[str, list[_Part]]:
+    """Name of an array -> a part for each weight that most stages have there, and one in which all others lie.
+
+    No two parts of weights overlap, so the copies of these take no more memory than one of the array would. Weights
+    that are read together are in none.
+    """
+    if spec.lowered.target.loops_in_branches:
+        return {}
+    holders: dict[str, collections.Counter[_Part]] = {}
+    for program in spec.stages.programs:
+        for run in program.runs:
+            for place, i in itertools.product(run.parameters, range(run.longest)):
+                if place.array and not place.on_host and (any(place.spec) or math.prod(place.shape) > SMALL):
+                    counts = holders.setdefault(place.array, collections.Counter())
+                    counts[_Part.of_leaf(place, i)] += len(program.stages)
+    parts: dict[str, list[_Part]] = {}
+    for name, counts in holders.items():
+        alone: list[_Part] = []
+        others: list[_Part] = []
+        for part in sorted(counts, key=lambda part: (-counts[part], part)):
+            (others if any(map(part.overlaps, alone)) else alone).append(part)
+        rest = [_Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
+        parts[name] = sorted(alone) + rest
+    return parts

@@ -11,7 +11,7 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.cast_weights import read_weight, weights_for
+from jpipe.engine.cast_weights import SMALL, WeightReader
 from jpipe.engine.context import StageContext
 from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
@@ -28,14 +28,14 @@ class StageWeights(NamedTuple):
 
     Attributes:
       stage: the stage.
-      arrays: arrays with the weights.
+      weights: the weights.
       mutable_state: the mutable state of the layers.
       small: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each is
         read alone.
     """
 
     stage: StageContext
-    arrays: Packed
+    weights: WeightReader
     mutable_state: Packed
     small: Mapping[tuple[Place, Any], jax.Array]
 
@@ -43,13 +43,13 @@ class StageWeights(NamedTuple):
     def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         constants = read.mutable_state if "mutable_state" in read else {}
-        small = _small_at_once(stage, weights_for(read, weight_pass, cast=False))
-        return cls(stage, weights_for(read, weight_pass), constants, small)
+        weights = WeightReader.of(stage.spec, read, weight_pass)
+        return cls(stage, weights, constants, _small_at_once(stage, weights.arrays))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
         """Brings the weights of layer i of a run that are in host memory to the device."""
         far = [place for place in run.parameters if place.on_host]
-        return packing.read_all(self.arrays, far, self.stage.version, i)
+        return packing.read_all(self.weights.arrays, far, self.stage.version, i)
 
     def layer_weights(self, run: LayerRun, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
         """The weights of layer i of a run, gathered from the axis "fsdp".
@@ -59,14 +59,14 @@ class StageWeights(NamedTuple):
           i: number of the layer in its run.
           fetched: the result of `fetch`.
         """
-        from_host, stored = iter(fetched), self.stage.stages.parameters
+        from_host = iter(fetched)
 
         def value(place: Place) -> jax.Array:
             if place.on_host:
                 return next(from_host)
             if self.small and (place, i) in self.small:
-                return self.small[place, i].astype(stored.arrays[place.array].dtype)
-            return read_weight(stored, self.arrays, place, self.stage.version, i)
+                return self.small[place, i].astype(self.weights.arrays[place.array].dtype)
+            return self.weights.read(place, self.stage.version, i)
 
         values = [value(place) for place in run.parameters]
         dtype = self.stage.spec.numbers.compute_dtype
@@ -78,10 +78,6 @@ class StageWeights(NamedTuple):
         places = [run.state[j - 1] for j in kind.constants]  # the key comes before the state
         constants = packing.read_all(self.mutable_state, places, column, i)
         return [*self.layer_weights(run, i, fetched), *constants]
-
-
-_SMALL = 2**14
-"""The most numbers of a weight that is read together with others."""
 
 
 def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
@@ -101,7 +97,7 @@ def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any
             stored_dtype = arrays[place.array].dtype
             alone = place.on_host or any(place.spec) or stored_dtype == dtype
             alone = alone or not jnp.issubdtype(stored_dtype, jnp.floating)
-            if not alone and math.prod(place.shape) <= _SMALL:
+            if not alone and math.prod(place.shape) <= SMALL:
                 for i in range(run.longest):
                     value = packing.read(arrays, place, stage.version, i)
                     groups.setdefault(stored_dtype, {})[place, i] = value

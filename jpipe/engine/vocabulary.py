@@ -22,7 +22,7 @@ from jax import lax
 
 from jpipe import packing, vocabulary
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
-from jpipe.engine.cast_weights import read_weight, weights_for
+from jpipe.engine.cast_weights import WeightReader
 from jpipe.engine.context import Device, TrainingDevice
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.losses import loss_gradients, loss_key, microbatch_of
@@ -189,8 +189,8 @@ def _weights(
     weight_pass: str,
 ) -> list[jax.Array]:
     """The parameters that the layer reads: this device's part, or the whole."""
-    stored, arrays = device.spec.stages.parameters, weights_for(read, weight_pass)
-    parts = [read_weight(stored, arrays, place, [lane.row]) for place in layer.places]
+    weights = WeightReader.of(device.spec, read, weight_pass)
+    parts = [weights.read(place, [lane.row]) for place in layer.places]
     parts = gathered_along_fsdp(layer.places, parts, device.spec.numbers.compute_dtype)
     return [part if leaf.is_split else whole_of(leaf, part) for leaf, part in zip(layer.leaves, parts, strict=True)]
 

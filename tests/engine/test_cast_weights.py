@@ -5,6 +5,7 @@ Weights are float64 and layers compute in float32: XLA never leaves out this cas
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -12,15 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import FAMILIES, cross_entropy, schedule_named
+from families import FAMILIES, Family, cross_entropy, schedule_named
+from flax import nnx
 from helpers import assert_close
 
 import jpipe
-from jpipe.lowering.target import CPU, TARGETS
+from jpipe.engine import cast_weights, stage_weights
+from jpipe.lowering.target import CPU, GPU, TARGETS
 from jpipe.optim import correct_discrepancy, corrected_params
+from models import MLP
 
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 FAMILY = FAMILIES["mlp"].in_dtype("float64")
+EQUAL = Family(MLP(num_inputs=8, widths=(8,) * 5, num_outputs=8).layers(), (8,)).in_dtype("float64")
 KEY = jax.random.key(0)
 N = 4
 CASES = [
@@ -43,10 +48,12 @@ CASES = [
 
 def named(value):
     """A part of the name of a case, the same in every process."""
+    if isinstance(value, Family):
+        return "equal" if value is EQUAL else "unlike"
     return " ".join(value) if isinstance(value, dict) else str(value)
 
 
-def pipeline(schedule, num_stages, mesh=None, **options):
+def pipeline(schedule, num_stages, mesh=None, family=FAMILY, **options):
     table = schedule_named(schedule, num_stages, N)
     if mesh is not None:
         options["mesh"] = jpipe.make_mesh(stage=table.num_devices, **mesh)
@@ -54,7 +61,7 @@ def pipeline(schedule, num_stages, mesh=None, **options):
     if "backward_params" in options:
         optimizer = optax.chain(optimizer, correct_discrepancy(0.5))
     return jpipe.Pipeline(
-        FAMILY.layers,
+        family.layers,
         loss=cross_entropy,
         optimizer=optimizer,
         schedule=table,
@@ -63,12 +70,12 @@ def pipeline(schedule, num_stages, mesh=None, **options):
     )
 
 
-def trained(monkeypatch, casts_once, *case):
+def trained(monkeypatch, casts_once, *case, target=CPU, family=FAMILY):
     """The losses of a few steps, and the weights after them."""
     schedule, num_stages, options = case
-    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(CPU, casts_once=casts_once))
-    pipe = pipeline(schedule, num_stages, **options)
-    batches = FAMILY.batches(5, 2 * N)
+    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(target, casts_once=casts_once))
+    pipe = pipeline(schedule, num_stages, family=family, **options)
+    batches = family.batches(5, 2 * N)
     state, losses = pipe.init(KEY, batches[0]), []
     for batch in batches:
         state, metrics = pipe.step(state, batch)
@@ -91,6 +98,65 @@ def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options,
     assert_close(params, jax.tree.map(np.asarray, want), "float32")
     moved = max(np.abs(a - b).max() for a, b in zip(*map(jax.tree.leaves, (first, params)), strict=True))
     assert moved > 1e-2  # a stale cast would show
+
+
+UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
+
+
+@pytest.mark.parametrize(
+    "schedule, num_stages, options, family",
+    [
+        ("one_f_one_b", 3, {}, EQUAL),
+        ("pipedream/unit", 3, {}, FAMILY),
+        exhaustive("pipedream/unit", 3, {}, EQUAL),
+        exhaustive("interleaved", 2, {}, EQUAL),
+        exhaustive("pipedream_2bw/paired", 2, {"mesh": {"data": 2}, "shard_optimizer": True}, EQUAL),
+        exhaustive("pipemare/paired", 2, {"ties": [[(1, "linear.kernel"), (2, "linear.kernel")]]}, EQUAL),
+        exhaustive("one_f_one_b", 2, {"mesh": {"fsdp": 2}}, EQUAL),
+        exhaustive("zero_bubble_h1", 3, {}, FAMILY),
+        exhaustive("gpipe", 2, {"trainable": lambda path, _: "bias" in path}, EQUAL),
+    ],
+    ids=named,
+)
+@pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
+def test_copies_of_each_weight_are_those_of_all(schedule, num_stages, options, family, monkeypatch):
+    """Where layers are unrolled, each weight may have a copy of its own."""
+    for module in (cast_weights, stage_weights):
+        monkeypatch.setattr(module, "SMALL", 8)
+    with jax.enable_x64(True):
+        case = schedule, num_stages, options
+        want_losses, want, _ = trained(monkeypatch, False, *case, target=UNROLLED, family=family)
+        losses, params, pipe = trained(monkeypatch, True, *case, target=UNROLLED, family=family)
+        spec = pipe._program(family.batches(1, 2 * N)[0]).engine
+    assert any(len(parts) > 1 for parts in cast_weights._parts_of_leaves(spec).values())
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    assert_close(params, jax.tree.map(np.asarray, want), "float32")
+
+
+def test_which_weights_have_copies(monkeypatch):
+    """Those that most stages have at the same indices, and one copy of all others."""
+    monkeypatch.setattr(cast_weights, "SMALL", 8)
+    monkeypatch.setitem(TARGETS, "cpu", UNROLLED)
+
+    def parts_of(widths, num_stages=2, **options):
+        layers = [lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs) for n, m in itertools.pairwise(widths)]
+        table = jpipe.schedules.gpipe(num_stages, N)
+        pipe = jpipe.Pipeline(layers, loss=lambda y, _: y.mean(), optimizer=optax.sgd(0.1), schedule=table, **options)
+        spec = pipe._program({"inputs": np.ones((N, widths[0]), np.float32)}).engine
+        ((name, members),) = cast_weights._parts_of_leaves(spec).items()
+        (size,) = spec.stages.parameters.arrays[name].shape
+        return size, [(part.start, part.stop) for part in members]
+
+    size, members = parts_of([4] * 5)
+    assert size == 2 * (16 + 4)
+    assert [stop - start for start, stop in members] == [16, 16]  # biases of 4 are small
+    # Two stages have three layers of 4 x 4. The ends have two, beside one of 12 x 4, or of 4 x 12.
+    size, members = parts_of([12, *[4] * 11, 12], 4, boundaries=[3, 6, 9])
+    assert size == 2 * (4 + 16) + 12 + 48  # the last stage
+    *alone, (start, stop) = members
+    assert [start % 20 for start, _ in alone] == [alone[0][0]] * 3  # in all middle stages, and two in all
+    assert {b - a for a, b in alone} == {16} and alone[2][1] <= 60
+    assert 40 <= start <= 44 and stop == size  # 48 of either end
 
 
 @pytest.mark.parametrize("casts_once", [True, False])
