@@ -364,6 +364,8 @@ def once(first, then):
 WRONG = [
     (["--resume"], "`--resume` needs the folder of a run"),
     (["--resume", "nowhere"], "there is no run `nowhere`"),
+    (["--resume", "gs://bucket/run"], "`--resume` must be in a file system, got the address 'gs://bucket/run'. Mount"),
+    (["--resume-or-start", "s3://bucket/run", *TINY], "`--resume-or-start` must be in a file system, got the address"),
     (["--resume", "RUN", "--config", "configs/quickstart.py"], "Leave it out"),
     (["--resume", "RUN", "--config.run_dir=other"], "goes on in its folder"),
     (["--resume", "RUN", "--config.seed=3"], "`seed` cannot change .* 3 instead of 0"),

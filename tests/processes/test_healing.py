@@ -1,0 +1,112 @@
+"""Processes are killed at random moments, and the launcher starts all again: the end is that of a run left alone."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from processes.launching import FOLDER, ROOT
+
+import jpipe
+
+EVERY = 10
+
+
+def start(directory, *options, num_processes, steps, layout=()):
+    directory.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "jpipe.launch", "-n", num_processes, "--devices", num_processes, *options]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "",
+    }
+    return subprocess.Popen(
+        [*map(str, command), str(FOLDER / "healing.py"), str(directory), str(steps), str(EVERY), *map(str, layout)],
+        env=environment,
+        stderr=open(directory / "messages", "w"),
+    )
+
+
+def children(process):
+    path = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return list(map(int, path.read_text().split()))
+
+
+def wait_until(condition, process):
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def started(process, before, count):
+    """The processes of the start after one."""
+    wait_until(lambda: len(set(children(process)) - before) == count, process)
+    return set(children(process))
+
+
+def starts(directory):
+    """The log: for each start the step that it went on from, and its steps as (number, checksum of the batch, loss)."""
+    result = []
+    for line in (directory / "log").read_text().splitlines():
+        first, *rest = line.split(" ")
+        if first == "start":
+            result.append((int(rest[0]), []))
+        else:
+            result[-1][1].append((int(first), *rest))
+    return result
+
+
+def check_steps(directory, alone):
+    """Every step has the batch and the loss of the run that was left alone; returns steps that were trained twice."""
+    (_, want), *others = starts(alone)
+    assert not others
+    twice, reached = 0, 0
+    for first, steps in starts(directory):
+        assert [number for number, *_ in steps] == list(range(first + 1, first + 1 + len(steps)))
+        # `save` waits for the one before, so that is whole: at most two intervals are lost.
+        assert reached - 2 * EVERY <= first <= reached
+        assert steps == want[first : first + len(steps)]
+        twice += min(reached, first + len(steps)) - first
+        reached = max(reached, first + len(steps))
+    assert reached == len(want)
+    return twice
+
+
+@pytest.mark.parametrize(
+    ("num_kills", "num_processes"),
+    [pytest.param(2, 2, marks=pytest.mark.exhaustive), pytest.param(100, 4, marks=pytest.mark.slow)],
+)
+def test_the_end_is_that_of_a_run_left_alone(num_kills, num_processes, tmp_path):
+    folder, other = tmp_path / "killed", tmp_path / "alone"
+    options = ["--restarts", num_kills, "--restarts-without-progress", num_kills + 1]
+    common = dict(num_processes=num_processes, layout=(num_processes, 1))
+    process = start(folder, *options, steps=10**6, **common)
+    random, checkpoints = np.random.default_rng(num_kills), jpipe.Checkpoints(folder / "checkpoints")
+    begun, numbers, newest = time.monotonic(), set(), 0
+    wait_until(checkpoints.steps, process)
+    longest = 1.25 * (time.monotonic() - begun)  # the first start compiles; the others need part of this to begin
+    for kill in range(num_kills):
+        numbers = started(process, numbers, num_processes)
+        time.sleep(random.uniform(0, longest))
+        listed = checkpoints.steps()
+        assert listed[-1] >= newest  # nothing that was whole is lost
+        newest = listed[-1]
+        if kill == num_kills - 1:
+            (folder / "last").write_text(str(newest + 5 * EVERY + 3))
+        os.kill(random.choice(sorted(numbers)), signal.SIGKILL)
+        print(f"kill {kill + 1}: {time.monotonic() - begun:.0f} s, step {newest}", flush=True)
+    assert process.wait(timeout=600) == 0
+    seconds = time.monotonic() - begun
+    last = int((folder / "last").read_text())
+    assert start(other, num_processes=num_processes, steps=last, layout=common["layout"]).wait(timeout=600) == 0
+    twice = check_steps(folder, other)
+    np.testing.assert_array_equal(*(np.load(each / "params.npy") for each in (folder, other)))
+    messages = (folder / "messages").read_text()
+    assert messages.count("by signal SIGKILL") == num_kills
+    print(f"{num_kills} kills, {seconds:.0f} s, {last} steps, {twice} trained twice, starts {len(starts(folder))}")
