@@ -38,8 +38,8 @@ PROCESS_ID = "JPIPE_PROCESS_ID"
 LAUNCHER = "JPIPE_LAUNCHER_PID"
 """Environment variables that the processes are started with."""
 
-FEWER = "JPIPE_FEWER_PROCESSES"
-"""Set if processes were left out and no `--layout` says what they run: the script chooses its layout."""
+DEVICES_LEFT = "JPIPE_DEVICES_LEFT"
+"""The number of devices, if processes were left out and no `--layout` says what the others run: the script chooses."""
 
 _GRACE = 3.0
 """Seconds for the others to end by themselves, with a message of their own, before SIGTERM."""
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, "-u", *script, *options.arguments]
     numbers = [k for k in range(n, options.min_processes - 1, -1) if k == n or not layouts or k in layouts]
     restarts = Restarts(options.restarts, options.restarts_without_progress, numbers, list(range(n)))
-    inherited = {name: value for name, value in os.environ.items() if name not in (FOLDER, FEWER)}
+    inherited = {name: value for name, value in os.environ.items() if name not in (FOLDER, DEVICES_LEFT)}
     pending: list[int] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_signals_in(pending))
@@ -84,9 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 NUM_PROCESSES: str(count),
                 LAUNCHER: str(os.getpid()),
                 **({} if folder is None else {FOLDER: str(folder)}),
-                **({FEWER: "1"} if count < n and not layouts else {}),
             }
             variables = [{**inherited, **shared, PROCESS_ID: str(i), **devices[slot]} for i, slot in enumerate(slots)]
+            if count < n and not layouts:
+                left = str(sum(map(_num_devices, variables)))
+                variables = [{**each, DEVICES_LEFT: left} for each in variables]
             end = _run([*command, *layouts.get(count, [])], variables, pending)
             if not end.code or end.signalled or folder is None:
                 return end.code
@@ -222,6 +224,12 @@ def device_variables(
             f"--devices={num_devices} cannot be shared by {num_processes} processes. Give a multiple of -n."
         )
     return [{"JAX_NUM_CPU_DEVICES": str(share)} for _ in range(num_processes)]
+
+
+def _num_devices(variables: dict[str, str]) -> int:
+    """The number of devices of a process, by the variables that it is started with."""
+    gpus = [] if "JAX_NUM_CPU_DEVICES" in variables else _gpus(variables)
+    return len(gpus) or int(variables["JAX_NUM_CPU_DEVICES"])
 
 
 def _gpus(environment: dict | os._Environ) -> list[str]:

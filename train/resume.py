@@ -82,6 +82,11 @@ def read_command(arguments: Sequence[str]) -> Command:
         )
     name, config = flags.parse(["--config", str(file), *rest], TrainConfig, _OPTIONS)
     check_same_training(config, file)
+    if FOLDER in os.environ and config.checkpoint.every is None:
+        raise ValueError(
+            f"`python -m jpipe.launch --restarts` starts `{option} {folder}` again and again, and without more "
+            "checkpoints each start would go on from the same step. Add `--config.checkpoint.every=STEPS`."
+        )
     return Command(name, config, folder, False)
 
 

@@ -78,35 +78,61 @@ def check_steps(directory, alone):
     return twice
 
 
+def kill_at_random(process, folder, num_kills, num_processes, ends=lambda: False):
+    """Kills one process of each start, half of them in the steps, half of them anywhere. Returns the number of kills.
+
+    Before the last kill it writes after how many steps the training ends.
+    """
+    random, checkpoints, log = (
+        np.random.default_rng(num_kills),
+        jpipe.Checkpoints(folder / "checkpoints"),
+        folder / "log",
+    )
+    begun, numbers, newest, kill, last = time.monotonic(), set(), 0, 0, False
+    wait_until(checkpoints.steps, process)
+    until_steps = time.monotonic() - begun  # from a start to its first step
+    while not last:
+        numbers = started(process, numbers, num_processes)
+        start, size = time.monotonic(), log.stat().st_size
+        if random.uniform() < 0.5:
+            time.sleep(random.uniform(0, until_steps))
+            place = "anywhere"
+        else:
+            wait_until(lambda size=size: log.stat().st_size > size + 20, process)
+            until_steps = time.monotonic() - start
+            time.sleep(random.uniform(0, 3))
+            place = "in the steps"
+        listed = checkpoints.steps()
+        assert listed[-1] >= newest  # nothing that was whole is lost
+        newest, kill = listed[-1], kill + 1
+        last = kill == num_kills or ends()
+        if last:
+            (folder / "last").write_text(str(newest + 10 * EVERY + 3))
+        os.kill(random.choice(sorted(numbers)), signal.SIGKILL)
+        print(f"kill {kill} {place}: {time.monotonic() - begun:.0f} s, step {newest}", flush=True)
+    return kill
+
+
+def check(folder, num_kills, num_processes):
+    """The end is that of a run that is left alone."""
+    other = folder.with_name("alone")
+    last = int((folder / "last").read_text())
+    alone = start(other, num_processes=num_processes, steps=last, layout=(num_processes, 1))
+    assert alone.wait(timeout=600) == 0
+    twice = check_steps(folder, other)
+    np.testing.assert_array_equal(*(np.load(each / "params.npy") for each in (folder, other)))
+    assert (folder / "messages").read_text().count("by signal SIGKILL") == num_kills
+    print(f"{num_kills} kills, {last} steps, {twice} trained twice, {len(starts(folder))} starts trained")
+
+
 @pytest.mark.parametrize(
     ("num_kills", "num_processes"),
     [pytest.param(2, 2, marks=pytest.mark.exhaustive), pytest.param(100, 4, marks=pytest.mark.slow)],
 )
 def test_the_end_is_that_of_a_run_left_alone(num_kills, num_processes, tmp_path):
-    folder, other = tmp_path / "killed", tmp_path / "alone"
+    folder = tmp_path / "killed"
     options = ["--restarts", num_kills, "--restarts-without-progress", num_kills + 1]
-    common = dict(num_processes=num_processes, layout=(num_processes, 1))
-    process = start(folder, *options, steps=10**6, **common)
-    random, checkpoints = np.random.default_rng(num_kills), jpipe.Checkpoints(folder / "checkpoints")
-    begun, numbers, newest = time.monotonic(), set(), 0
-    wait_until(checkpoints.steps, process)
-    longest = 1.25 * (time.monotonic() - begun)  # the first start compiles; the others need part of this to begin
-    for kill in range(num_kills):
-        numbers = started(process, numbers, num_processes)
-        time.sleep(random.uniform(0, longest))
-        listed = checkpoints.steps()
-        assert listed[-1] >= newest  # nothing that was whole is lost
-        newest = listed[-1]
-        if kill == num_kills - 1:
-            (folder / "last").write_text(str(newest + 5 * EVERY + 3))
-        os.kill(random.choice(sorted(numbers)), signal.SIGKILL)
-        print(f"kill {kill + 1}: {time.monotonic() - begun:.0f} s, step {newest}", flush=True)
+    process = start(folder, *options, num_processes=num_processes, steps=10**6, layout=(num_processes, 1))
+    assert kill_at_random(process, folder, num_kills, num_processes) == num_kills
     assert process.wait(timeout=600) == 0
-    seconds = time.monotonic() - begun
-    last = int((folder / "last").read_text())
-    assert start(other, num_processes=num_processes, steps=last, layout=common["layout"]).wait(timeout=600) == 0
-    twice = check_steps(folder, other)
-    np.testing.assert_array_equal(*(np.load(each / "params.npy") for each in (folder, other)))
-    messages = (folder / "messages").read_text()
-    assert messages.count("by signal SIGKILL") == num_kills
-    print(f"{num_kills} kills, {seconds:.0f} s, {last} steps, {twice} trained twice, starts {len(starts(folder))}")
+    check(folder, num_kills, num_processes)

@@ -15,6 +15,7 @@ import pytest
 from helpers import file_size_limit, log_of
 
 import jpipe
+from jpipe import _restarts
 from train import train as script
 from train.run_dir import _locked
 from train.train import main
@@ -375,6 +376,9 @@ WRONG = [
     (["--resume", "RUN", "--config.num_step=50"], "unknown option .*num_steps"),
     (["--resumed", "RUN"], "Did you mean '--resume'"),
     (["--resume", "EMPTY"], "has no checkpoint to resume from. .*--resume-or-start"),
+    (["LAUNCHED", *TINY], "each start would begin at step 0. Add `--resume-or-start FOLDER`"),
+    (["LAUNCHED", "--resume-or-start", "RUN", *TINY, "--config.checkpoint.every=none"], "no.*Add"),
+    (["LAUNCHED", "--resume", "RUN", "--config.checkpoint.every=none"], "go on from the same step. Add"),
     (["--resume-or-start", "RUN"], "no configuration. Name a file"),
     (["--resume-or-start", "RUN", "--resume", "RUN"], "Leave one of them out"),
     (["--resume-or-start", "RUN", *TINY, "--config.checkpoint.every=none"], "no.*Add"),
@@ -385,7 +389,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize("words,message", WRONG, ids=lambda value: str(value)[-40:])
-def test_mistakes_are_one_line_and_change_nothing(words, message, whole, tmp_path, capsys):
+def test_mistakes_are_one_line_and_change_nothing(words, message, whole, tmp_path, capsys, monkeypatch):
+    if words[0] == "LAUNCHED":
+        monkeypatch.setenv(_restarts.FOLDER, str(tmp_path))
+        words = words[1:]
     run, empty = tmp_path / "run", tmp_path / "empty"
     shutil.copytree(whole, run)
     shutil.copytree(whole, empty, ignore=shutil.ignore_patterns("checkpoints"))
