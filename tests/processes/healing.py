@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax._src import compiler, distributed
 
 import jpipe
 from jpipe import _restarts, launch
@@ -26,6 +27,23 @@ from jpipe import _restarts, launch
 DIM, ROWS = 8, 24
 SECONDS = 0.01
 """The least duration of a step, so that kills come in many of them."""
+
+
+def cache_in_every_process() -> None:
+    """Lets every process write to JAX's cache of compiled programs, so that a start takes seconds.
+
+    JAX writes in process 0 alone. On CPUs the others have programs of their own, and would compile in each start.
+    """
+    write, ours = compiler._cache_write, distributed.global_state
+
+    def written(*args):
+        process, ours.process_id = ours.process_id, 0
+        try:
+            write(*args)
+        finally:
+            ours.process_id = process
+
+    compiler._cache_write = written
 
 
 def pipeline(stages: int, replicas: int) -> jpipe.Pipeline:
@@ -86,4 +104,5 @@ if __name__ == "__main__":
         gone.unlink()
         sys.exit(_restarts.DEVICES_GONE)
     jpipe.distributed.initialize()
+    cache_in_every_process()
     main(folder, *map(int, sys.argv[2:]))
