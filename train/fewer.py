@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import warnings
+from typing import Any
 
 from jpipe.launch import DEVICES_LEFT, PROCESS_ID
 from train.config import TrainConfig
@@ -51,7 +52,7 @@ def on_devices(config: TrainConfig, num_devices: int) -> TrainConfig:
     rows = config.batch_size // config.pipeline.num_microbatches
     before = config.pipeline.num_stages
     for stages in range(before, 0, -1):
-        cut = {} if stages == before else {"boundaries": None, "num_stages": stages}
+        cut: dict[str, Any] = {} if stages == before else {"boundaries": None, "num_stages": stages}
         # A schedule may have no table of so many stages, and a mesh no replicas for an option.
         with contextlib.suppress(ValueError), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of bubbles
@@ -60,7 +61,9 @@ def on_devices(config: TrainConfig, num_devices: int) -> TrainConfig:
             replicas, rest = divmod(num_devices, table.num_devices * shared)
             if rest or not replicas or rows % replicas:
                 continue
-            few = {} if replicas > 1 or table.has_copies else {"compress_gradients": None, "shard_optimizer": False}
+            few: dict[str, Any] = (
+                {} if replicas > 1 or table.has_copies else {"compress_gradients": None, "shard_optimizer": False}
+            )
             mesh = dataclasses.replace(config.mesh, data=replicas, dcn={}, **few)
             return dataclasses.replace(config, pipeline=pipeline, mesh=mesh)
     raise ValueError(
