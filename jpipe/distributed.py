@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe import launch
+from jpipe import _restarts, launch
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import BatchRows, check_agreement, from_first
 from jpipe._util.warn import warn
@@ -94,6 +94,7 @@ def initialize(
         num_processes = int(os.environ[launch.NUM_PROCESSES])
         process_id = int(os.environ[launch.PROCESS_ID])
     if num_processes == 1:
+        _tell_connected(0)
         return
     with _limited(connect_seconds):
         if not jax.distributed.is_initialized():
@@ -109,6 +110,12 @@ def initialize(
             limit = connect_seconds + _MORE_SECONDS
             faulthandler.dump_traceback_later(limit, exit=True)
             _watch(_coordinator_address(), silence_seconds, progress_seconds)
+    _tell_connected(jax.process_index())
+
+
+def _tell_connected(process: int) -> None:
+    """Tells the launcher that the devices of this process are there."""
+    _restarts.tell(f"{_restarts.CONNECTED}.{process}")
 
 
 @contextlib.contextmanager

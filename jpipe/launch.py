@@ -1,16 +1,24 @@
-"""Starts a script in several processes on this machine.
+"""Starts a script in several processes on this machine, and starts it again when one of them dies.
 
     python -m jpipe.launch -n 2 script.py arguments...
+    python -m jpipe.launch -n 4 --restarts 20 script.py arguments...
+    python -m jpipe.launch -n 4 --restarts 20 --min-processes 2 --layout "2: --stages 2" script.py arguments...
 
 Each process runs `python script.py arguments...`. The script calls `jpipe.distributed.initialize()`, which connects the
 processes. On a machine with GPUs each process gets its share of them; otherwise each gets CPU devices. Every line
 that a process prints begins with its number. SIGINT and SIGTERM are passed on to all. When a process ends with an
 error, the others get SIGTERM, and SIGKILL 5 seconds later. The exit code is that of the first process that failed.
+
+With `--restarts` all processes are then started again with the same arguments. The script goes on from its newest
+checkpoint, as `train/train.py --resume-or-start` does. There is no other start after exit code 2 (a wrong option),
+after a signal to the launcher, or when starts in a row save no newer checkpoint. A process whose devices are gone is
+left out if `--min-processes` allows it: it ends with exit code 74, or twice in a row before it is connected.
 """
 
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -18,9 +26,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from jpipe._restarts import FOLDER, FOLLOWERS, End, Restarts, Told, folder_in_memory
 from jpipe._util.foreign import shown
 
 COORDINATOR_ADDRESS = "JPIPE_COORDINATOR_ADDRESS"
@@ -28,6 +37,9 @@ NUM_PROCESSES = "JPIPE_NUM_PROCESSES"
 PROCESS_ID = "JPIPE_PROCESS_ID"
 LAUNCHER = "JPIPE_LAUNCHER_PID"
 """Environment variables that the processes are started with."""
+
+DEVICES_LEFT = "JPIPE_DEVICES_LEFT"
+"""The number of devices, if processes were left out and no `--layout` says what the others run: the script chooses."""
 
 _GRACE = 3.0
 """Seconds for the others to end by themselves, with a message of their own, before SIGTERM."""
@@ -47,6 +59,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit code: 0, or that of the first process that failed; 128 + n if signal n ended it.
     """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    n = options.num_processes
+    try:
+        layouts = _checked(options)
+        devices = device_variables(n, options.devices, os.environ)
+    except ValueError as error:
+        parser.error(str(error))
+    script = ["-m", options.script] if options.module else [options.script]
+    command = [sys.executable, "-u", *script, *options.arguments]
+    numbers = [k for k in range(n, options.min_processes - 1, -1) if k == n or not layouts or k in layouts]
+    restarts = Restarts(options.restarts, options.restarts_without_progress, numbers, list(range(n)))
+    inherited = {name: value for name, value in os.environ.items() if name not in (FOLDER, DEVICES_LEFT)}
+    pending: list[int] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_signals_in(pending))
+        folder = stack.enter_context(folder_in_memory()) if options.restarts else None
+        while True:
+            slots = restarts.slots
+            count = len(slots)
+            shared = {
+                COORDINATOR_ADDRESS: f"127.0.0.1:{_free_port()}",
+                NUM_PROCESSES: str(count),
+                LAUNCHER: str(os.getpid()),
+                **({} if folder is None else {FOLDER: str(folder)}),
+            }
+            variables = [{**inherited, **shared, PROCESS_ID: str(i), **devices[slot]} for i, slot in enumerate(slots)]
+            if count < n and not layouts:
+                left = str(sum(map(_num_devices, variables)))
+                variables = [{**each, DEVICES_LEFT: left} for each in variables]
+            end = _run([*command, *layouts.get(count, [])], variables, pending)
+            if not end.code or end.signalled or folder is None:
+                return end.code
+            why_not = restarts.after(end, Told.take(folder))
+            _say(f"not started again: {why_not}" if why_not else restarts.words())
+            if why_not:
+                return end.code
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jpipe.launch",
         description="Starts a script in several processes on this machine.",
@@ -58,6 +110,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="CPU devices of all processes together, if there are no GPUs; default: one per process",
     )
     parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start all processes again when one dies, at most N times; the script goes on from its newest checkpoint",
+    )
+    parser.add_argument(
+        "--restarts-without-progress",
+        type=int,
+        default=3,
+        metavar="N",
+        help="end when N starts in a row have saved no newer checkpoint; default: 3",
+    )
+    parser.add_argument(
+        "--min-processes",
+        type=int,
+        metavar="M",
+        help="go on with at least M processes if the devices of the others are gone; default: all",
+    )
+    parser.add_argument(
+        "--layout",
+        action="append",
+        default=[],
+        metavar='"M: ARGUMENTS"',
+        help="further arguments of the script when M processes are left; may be given for several M",
+    )
+    parser.add_argument(
         "-m",
         dest="module",
         action="store_true",
@@ -65,23 +144,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    n = options.num_processes
+    return parser
+
+
+def _checked(options: argparse.Namespace) -> dict[int, list[str]]:
+    """Checks the numbers of a command line, and returns number of processes -> arguments of its `--layout`.
+
+    Raises:
+      ValueError: naming the option.
+    """
+    n, restarts, least = options.num_processes, options.restarts, options.min_processes
     if n < 1:
-        parser.error(f"-n must be at least 1, got {shown(n)}")
-    try:
-        devices = device_variables(n, options.devices, os.environ)
-    except ValueError as error:
-        parser.error(str(error))
-    script = ["-m", options.script] if options.module else [options.script]
-    command = [sys.executable, "-u", *script, *options.arguments]
-    shared = {
-        COORDINATOR_ADDRESS: f"127.0.0.1:{_free_port()}",
-        NUM_PROCESSES: str(n),
-        LAUNCHER: str(os.getpid()),
-    }
-    variables = [{**os.environ, **shared, PROCESS_ID: str(i), **devices[i]} for i in range(n)]
-    return _run(command, variables)
+        raise ValueError(f"-n must be at least 1, got {shown(n)}")
+    if restarts < 0:
+        raise ValueError(f"--restarts must be at least 0, got {shown(restarts)}. 0 starts the script once.")
+    if options.restarts_without_progress < 1:
+        raise ValueError(
+            f"--restarts-without-progress must be at least 1, got {shown(options.restarts_without_progress)}"
+        )
+    if least is None:
+        least = options.min_processes = n
+    elif not 1 <= least <= n:
+        raise ValueError(f"--min-processes must be from 1 to -n, {n}, got {shown(least)}")
+    elif not restarts:
+        raise ValueError("--min-processes is for a script that is started again: add --restarts=20")
+    layouts: dict[int, list[str]] = {}
+    for text in options.layout:
+        number, colon, words = text.partition(":")
+        if not colon or not number.strip().isdecimal():
+            raise ValueError(f'--layout must be "M: ARGUMENTS", such as "2: --stages=2", got {shown(text)}')
+        count = int(number)
+        if not least <= count < n:
+            raise ValueError(
+                f"--layout is for fewer than {n} processes and at least --min-processes={least}, got {shown(text)}"
+            )
+        if count in layouts:
+            raise ValueError(f"--layout must be given once for {count} processes, got {shown(text)} too")
+        layouts[count] = shlex.split(words)
+    return layouts
+
+
+# -- Devices
 
 
 def device_variables(
@@ -123,6 +226,12 @@ def device_variables(
     return [{"JAX_NUM_CPU_DEVICES": str(share)} for _ in range(num_processes)]
 
 
+def _num_devices(variables: dict[str, str]) -> int:
+    """The number of devices of a process, by the variables that it is started with."""
+    gpus = [] if "JAX_NUM_CPU_DEVICES" in variables else _gpus(variables)
+    return len(gpus) or int(variables["JAX_NUM_CPU_DEVICES"])
+
+
 def _gpus(environment: dict | os._Environ) -> list[str]:
     """The GPUs that JAX would use, as CUDA_VISIBLE_DEVICES names them."""
     if environment.get("JAX_PLATFORMS", "").startswith("cpu"):
@@ -143,15 +252,33 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _run(command: list[str], variables: list[dict[str, str]]) -> int:
-    """Runs a command once for each set of variables, until all have ended."""
-    processes: list[subprocess.Popen] = []
-    pending: list[int] = []
+# -- Processes
 
-    def forward(number: int, frame: object) -> None:
+
+@contextlib.contextmanager
+def _signals_in(pending: list[int]) -> Iterator[None]:
+    """A context in which SIGINT and SIGTERM are put into a list."""
+
+    def note(number: int, frame: object) -> None:
         pending.append(number)
 
-    previous = {s: signal.signal(s, forward) for s in _SIGNALS}
+    previous = {s: signal.signal(s, note) for s in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run(command: list[str], variables: list[dict[str, str]], pending: list[int]) -> End:
+    """Runs a command once for each set of variables, until all have ended.
+
+    Args:
+      command: the command.
+      variables: the environment of each process.
+      pending: signals that came to this process, to be passed on.
+    """
+    processes: list[subprocess.Popen] = []
     write_lock = threading.Lock()
     threads = []
     try:
@@ -181,23 +308,22 @@ def _run(command: list[str], variables: list[dict[str, str]]) -> int:
                 _signal(process, signal.SIGKILL)
         for thread in threads:  # a grandchild may keep the pipe open
             thread.join(1.0)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
-def _wait(processes: list[subprocess.Popen], pending: list[int]) -> int:
-    """Waits for all; the exit code of the first that failed."""
+def _wait(processes: list[subprocess.Popen], pending: list[int]) -> End:
+    """Waits for all; the end of the first that failed."""
     failed: int | None = None
-    failed_at = 0.0
+    failed_at, signalled = 0.0, False
     steps = [(_GRACE, signal.SIGTERM), (_GRACE + _KILL, signal.SIGKILL)]
     while True:
         while pending:
-            number = pending.pop(0)
+            number, signalled = pending.pop(0), True
             for process in processes:
                 _signal(process, number)
         codes = [process.poll() for process in processes]
         if failed is None:
-            failed = next((i for i, code in enumerate(codes) if code), None)
+            # Of those that have ended since the look before, one that ended because of another one is not the first.
+            failed = min((i for i, code in enumerate(codes) if code), key=lambda i: codes[i] in FOLLOWERS, default=None)
             failed_at = time.monotonic()
         if None not in codes:
             break
@@ -207,13 +333,17 @@ def _wait(processes: list[subprocess.Popen], pending: list[int]) -> int:
                 _signal(process, number)
         time.sleep(0.05)
     if failed is None:
-        return 0
+        return End(0, 0, signalled)
     code = processes[failed].returncode
     ended = f"with exit code {code}"
     if code < 0:
         ended, code = f"by signal {signal.Signals(-code).name}", 128 - code
-    print(f"jpipe.launch: process {failed} ended first, {ended}.", file=sys.stderr)
-    return code
+    _say(f"process {failed} ended first, {ended}.")
+    return End(code, failed, signalled)
+
+
+def _say(words: str) -> None:
+    print(f"jpipe.launch: {words}", file=sys.stderr, flush=True)
 
 
 def _signal(process: subprocess.Popen, number: int) -> None:

@@ -14,7 +14,7 @@ from jpipe._util.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"_util"},
+    {"_util", "_restarts"},
     {"_table", "_slices", "vocabulary", "packing", "mesh", "launch"},
     {"optim", "compress", "_attention", "_processes", "schedule"},
     {"simulate"},

@@ -1,11 +1,14 @@
 """Checkpoints of a run, and the run that goes on from one."""
 
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jpipe
+from jpipe._restarts import FOLDER
+from jpipe._util.paths import local_path
 from train import flags
 from train.config import TrainConfig
 from train.log import Log
@@ -45,6 +48,11 @@ def read_command(arguments: Sequence[str]) -> Command:
     option, folder, rest = _folder_to_resume(arguments)
     options = {word.partition("=")[0]: word for word in rest}
     if folder is None:
+        if FOLDER in os.environ:
+            raise ValueError(
+                "`python -m jpipe.launch --restarts` starts this run again and again, and without a folder each start "
+                f"would begin at step 0. Add `{_OR_START} FOLDER` and `--config.checkpoint.every=STEPS`."
+            )
         return Command(*flags.parse(rest, TrainConfig, _OPTIONS), None, False)
     not_beside, does = ["--config.run_dir"], "runs"
     if option == _RESUME:
@@ -74,6 +82,11 @@ def read_command(arguments: Sequence[str]) -> Command:
         )
     name, config = flags.parse(["--config", str(file), *rest], TrainConfig, _OPTIONS)
     check_same_training(config, file)
+    if FOLDER in os.environ and config.checkpoint.every is None:
+        raise ValueError(
+            f"`python -m jpipe.launch --restarts` starts `{option} {folder}` again and again, and without more "
+            "checkpoints each start would go on from the same step. Add `--config.checkpoint.every=STEPS`."
+        )
     return Command(name, config, folder, False)
 
 
@@ -110,7 +123,7 @@ def _folder_to_resume(
             raise ValueError(f"`{option}` needs the folder of a run: `{option} runs/NAME`.")
         if given:
             raise ValueError(f"`{given} {folder}` names the folder, got `{word}` too. Leave one of them out.")
-        given, folder = option, pathlib.Path(value)
+        given, folder = option, local_path(value, option)
     return given, folder, rest
 
 

@@ -72,6 +72,7 @@ from train.data import (
     shuffled,
 )
 from train.devices import cache_compilations, check_devices, prepare_cpu
+from train.fewer import fitted
 from train.interrupt import Interrupt
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.processes import is_first, leave
@@ -187,7 +188,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
       OSError: if a file cannot be read or the run folder cannot be written.
     """
     command = read_command(argv)
-    name, config = command.name, command.config
+    name, config = command.name, fitted(command.config)
     warn_of_short_run(config)
     schedule = config.pipeline.table()
     warm_up_schedule = config.pipeline.warm_up_table(schedule)

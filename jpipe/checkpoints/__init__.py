@@ -29,6 +29,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jpipe
+from jpipe import _restarts
 from jpipe._processes.sharing import from_first, gather_texts, processes_of
 from jpipe._util.foreign import shown
 from jpipe._util.paths import local_path
@@ -126,6 +127,7 @@ class Checkpoints:
         self.keep = keep
         self._writing: _Writing | None = None
         self._damaged: set[int] = set()  # steps that `restore` has found damaged
+        _restarts.tell(_restarts.SAVES)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -251,6 +253,7 @@ class Checkpoints:
             state = _restored(pipe, batch, folder, manifest)
         except ValueError as error:
             raise ValueError(f"`{folder}` does not fit: {error}") from error
+        _restarts.tell(_restarts.SAVED, str(newest))
         return Restored(state, newest, manifest.run)
 
     def params(self, step: int | None = None) -> Any:
@@ -452,6 +455,7 @@ class _Writing:
                 self._unfinished.rename(self._folder)
                 # After a power cut the name is there, or the steps before still are.
                 _sync(self._directory)
+                _restarts.tell(_restarts.SAVED, str(self._manifest.step))
                 unnamed += _unname(self._too_old())
                 for folder in unnamed:
                     shutil.rmtree(folder)

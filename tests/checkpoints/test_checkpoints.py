@@ -363,7 +363,7 @@ def test_wrong_arguments(small, tmp_path):
     for keep in (0, -1, 2.5, "3"):
         with pytest.raises(ValueError, match="`keep` must be a number of steps"):
             jpipe.Checkpoints(tmp_path, keep=keep)
-    for address in ("gs://bucket/run", "s3://bucket", pathlib.Path("gs://bucket/run")):
+    for address in ("gs://bucket/run", "s3://bucket", "file:///tmp/a", "https://a/b", pathlib.Path("gs://bucket/run")):
         with pytest.raises(ValueError, match="`directory` must be in a file system"):
             jpipe.Checkpoints(address)
     checkpoints = jpipe.Checkpoints(tmp_path)

@@ -15,6 +15,7 @@ import pytest
 from helpers import file_size_limit, log_of
 
 import jpipe
+from jpipe import _restarts
 from train import train as script
 from train.run_dir import _locked
 from train.train import main
@@ -364,6 +365,8 @@ def once(first, then):
 WRONG = [
     (["--resume"], "`--resume` needs the folder of a run"),
     (["--resume", "nowhere"], "there is no run `nowhere`"),
+    (["--resume", "gs://bucket/run"], "`--resume` must be in a file system, got the address 'gs://bucket/run'. Mount"),
+    (["--resume-or-start", "s3://bucket/run", *TINY], "`--resume-or-start` must be in a file system, got the address"),
     (["--resume", "RUN", "--config", "configs/quickstart.py"], "Leave it out"),
     (["--resume", "RUN", "--config.run_dir=other"], "goes on in its folder"),
     (["--resume", "RUN", "--config.seed=3"], "`seed` cannot change .* 3 instead of 0"),
@@ -373,6 +376,9 @@ WRONG = [
     (["--resume", "RUN", "--config.num_step=50"], "unknown option .*num_steps"),
     (["--resumed", "RUN"], "Did you mean '--resume'"),
     (["--resume", "EMPTY"], "has no checkpoint to resume from. .*--resume-or-start"),
+    (["LAUNCHED", *TINY], "each start would begin at step 0. Add `--resume-or-start FOLDER`"),
+    (["LAUNCHED", "--resume-or-start", "RUN", *TINY, "--config.checkpoint.every=none"], "no.*Add"),
+    (["LAUNCHED", "--resume", "RUN", "--config.checkpoint.every=none"], "go on from the same step. Add"),
     (["--resume-or-start", "RUN"], "no configuration. Name a file"),
     (["--resume-or-start", "RUN", "--resume", "RUN"], "Leave one of them out"),
     (["--resume-or-start", "RUN", *TINY, "--config.checkpoint.every=none"], "no.*Add"),
@@ -383,7 +389,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize("words,message", WRONG, ids=lambda value: str(value)[-40:])
-def test_mistakes_are_one_line_and_change_nothing(words, message, whole, tmp_path, capsys):
+def test_mistakes_are_one_line_and_change_nothing(words, message, whole, tmp_path, capsys, monkeypatch):
+    if words[0] == "LAUNCHED":
+        monkeypatch.setenv(_restarts.FOLDER, str(tmp_path))
+        words = words[1:]
     run, empty = tmp_path / "run", tmp_path / "empty"
     shutil.copytree(whole, run)
     shutil.copytree(whole, empty, ignore=shutil.ignore_patterns("checkpoints"))
