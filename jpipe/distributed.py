@@ -26,7 +26,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe import _restarts, launch
+from jpipe import launch
+from jpipe._processes import restarts as _restarts
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import BatchRows, check_agreement, from_first
 from jpipe._util.warn import warn

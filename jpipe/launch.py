@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
-from jpipe._restarts import FOLDER, FOLLOWERS, End, Restarts, Told, folder_in_memory
+from jpipe._processes.restarts import FOLDER, FOLLOWERS, End, Restarts, Told, folder_in_memory
 from jpipe._util.foreign import shown
 
 COORDINATOR_ADDRESS = "JPIPE_COORDINATOR_ADDRESS"

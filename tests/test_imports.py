@@ -14,10 +14,10 @@ from jpipe._util.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"_util", "_restarts"},
-    {"_table", "_slices", "vocabulary", "packing", "mesh", "launch"},
+    {"_util"},
+    {"_table", "_slices", "vocabulary", "packing", "mesh"},
     {"optim", "compress", "_attention", "_processes", "schedule"},
-    {"simulate"},
+    {"simulate", "launch"},
     {"schedules"},
     {"lowering"},
     {"layers"},

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from jpipe import _restarts, launch
+from jpipe import launch
+from jpipe._processes import restarts as _restarts
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -172,7 +173,7 @@ def test_wrong_options(words, message, capsys):
 # -- Starts again
 
 TELLING = """
-from jpipe import _restarts
+from jpipe._processes import restarts as _restarts
 _restarts.tell(f"{_restarts.CONNECTED}.{i}")
 def start():  # the number of this start, from 1
     with open(sys.argv[1], "a+") as file:
@@ -256,7 +257,7 @@ time.sleep(60)
 
 def test_what_the_processes_tell_lasts_as_long_as_the_launcher(tmp_path):
     program = """
-from jpipe import _restarts
+from jpipe._processes import restarts as _restarts
 print(os.environ[_restarts.FOLDER])
 sys.exit(2)
 """

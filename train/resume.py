@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jpipe
-from jpipe._restarts import FOLDER
+from jpipe._processes.restarts import FOLDER
 from jpipe._util.paths import local_path
 from train import flags
 from train.config import TrainConfig

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe import _restarts
+from jpipe._processes import restarts as _restarts
 from jpipe._processes.sharing import from_first, gather_texts, processes_of
 from jpipe._util.foreign import shown
 from jpipe._util.paths import local_path

@@ -22,7 +22,8 @@ from flax import nnx
 from jax._src import compiler, distributed
 
 import jpipe
-from jpipe import _restarts, launch
+from jpipe import launch
+from jpipe._processes import restarts as _restarts
 
 DIM, ROWS = 8, 24
 SECONDS = 0.01

@@ -15,7 +15,7 @@ import pytest
 from helpers import file_size_limit, log_of
 
 import jpipe
-from jpipe import _restarts
+from jpipe._processes import restarts as _restarts
 from train import train as script
 from train.run_dir import _locked
 from train.train import main
