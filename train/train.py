@@ -369,6 +369,8 @@ def train(
             num_steps=config.num_steps,
             log_every=config.log_every,
             unit=run.data.unit,
+            batch_size=config.batch_size,
+            steps_per_epoch=len(run.data.train) // config.batch_size,
             learning_rate=learning_rates(config),
             start=start,
             resumed=resumed_log,
