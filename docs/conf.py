@@ -267,7 +267,17 @@ def mark_cells(app, doctree):
             entry["classes"].append("prose")
 
 
+def write_tables(app, exception):
+    """The tables of the explorer page, as the builders of this version write them."""
+    if exception is None and app.builder.format == "html":
+        sys.path.insert(0, str(DOCS))
+        import explorer_tables
+
+        (pathlib.Path(app.outdir) / "_static" / "explorer_tables.js").write_text(explorer_tables.script())
+
+
 def setup(app):
+    app.connect("build-finished", write_tables)
     app.connect("source-read", read_page)
     app.connect("doctree-read", mark_cells)
     app.connect("env-check-consistency", check_reference)

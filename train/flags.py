@@ -376,6 +376,11 @@ def _read(text: str, hint: Any, flag: str) -> Any:
         raise ValueError(f"`{flag}` is a section, got {shown(text)}. Set its fields: `{flag}.FIELD=VALUE`.")
     if choices:
         names = [choice.__name__ for choice in choices]
+        kind, colon, value = text.partition(":")
+        if colon and kind.lower() in map(str.lower, names):  # and the value of its first field
+            choice = choices[[name.lower() for name in names].index(kind.lower())]
+            field = dataclasses.fields(choice)[0].name
+            return override(choice(), {field: value}, flag)
         if text not in names:
             raise ValueError(f"`{flag}` must be {_either(names)}, got {shown(text)}.{did_you_mean(text, names)}")
         return choices[names.index(text)]()

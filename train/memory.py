@@ -119,7 +119,7 @@ def prepare(words: list[str], device: int):
     """Builds the pipeline of a configuration.
 
     Returns:
-      The pipeline, a minibatch, the configuration, and the number of training examples.
+      The pipeline, a minibatch, the configuration, and the number of training examples; None of a stream.
     """
     import jpipe
     from train.config import TrainConfig
@@ -141,7 +141,7 @@ def prepare(words: list[str], device: int):
     with config.mesh.names_rules():
         pipe = jpipe.Pipeline(config.weights.layers(), schedule=schedule, **options)
         pipe.partition(batch)
-    return pipe, batch, config, len(examples)
+    return pipe, batch, config, len(examples) if hasattr(examples, "__len__") else None
 
 
 def show(args: argparse.Namespace, pipe, batch) -> int:
@@ -163,7 +163,7 @@ def show(args: argparse.Namespace, pipe, batch) -> int:
     return 0
 
 
-def largest(pipe, batch, config, num_examples: int, memory: float) -> str:
+def largest(pipe, batch, config, num_examples: int | None, memory: float) -> str:
     """The largest batch that fits, in words; prints each size that is tried."""
     import jax
 
@@ -179,7 +179,7 @@ def largest(pipe, batch, config, num_examples: int, memory: float) -> str:
         print(f"batch {tried.batch_size:>6,}  {size_text(tried.num_bytes):>10} a device  {word}", flush=True)
 
     unit = pipe.schedule.num_microbatches * math.prod(config.mesh.sizes[axis] for axis in ("data", "fsdp", "expert"))
-    most = num_examples // unit * unit
+    most = (MOST_ROWS if num_examples is None else num_examples) // unit * unit
     if not most:
         raise ValueError(f"a batch is a multiple of {unit}, and there are {num_examples} training examples.")
     fits, too_large = search(num_bytes, memory, unit=unit, most=most, first=config.batch_size, report=report)
@@ -187,8 +187,12 @@ def largest(pipe, batch, config, num_examples: int, memory: float) -> str:
         return f"no batch fits into {size_text(memory)}: the smallest, {unit}, needs {size_text(too_large.num_bytes)}."
     text = f"--config.batch_size={fits.batch_size} is the largest that fits into {size_text(memory)}"
     if too_large is None:
-        return f"{text}: there are {num_examples:,} training examples."
+        return f"{text}: there are {most if num_examples is None else num_examples:,} training examples."
     return f"{text}; batches are multiples of {unit}."
+
+
+MOST_ROWS = 2**20
+"""The largest batch of a stream that is looked at."""
 
 
 def candidates(timeline, to_host: float, to_device: float | None) -> str:

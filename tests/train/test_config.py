@@ -282,7 +282,7 @@ def test_a_configuration_is_read_back_from_json(tmp_path):
         ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text, M"),
         (
             {"data": None},
-            "MNISTPixels, Text, MaskedText, LabeledText, Pairs, Instructions, Tokenized or Imported, got None",
+            "MNISTPixels, Text, MaskedText, LabeledText, Pairs, Instructions, Tokenized, Imported or Grain, got None",
         ),
         ({"model": {"type": "MLP", "widths": [8, "9"]}}, "`model.widths` must be int,"),
         (
