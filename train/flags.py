@@ -266,8 +266,8 @@ def override(
     for name, value in overrides.items():
         here = f"{flag}.{name}"
         if name not in hints:
-            depth = here.count(".")
-            moved = [k for k in known if k.count(".") == depth and k.endswith(f".{name}")]
+            moved = [k for k in known if k.endswith(f".{name}")]
+            moved.sort(key=lambda k: abs(k.count(".") - here.count(".")))
             guess = did_you_mean(name, list(hints))
             if moved:
                 guess = f" Did you mean `{moved[0]}`?"

@@ -26,18 +26,22 @@
     let compute = 0;
     table.ticks.forEach((tick, t) => {
       const start = compute + table.waits[t] * costs.message;
+      const updates = [];
       let longest = 0;
       tick.forEach((cell, device) => {
         let time = start;
         for (const word of cell ? cell.split(" ") : []) {
           const [what, stage] = word.split("@");
           const length = costOf(what[0], costs);
-          operations.push({ kind: what[0], microbatch: what.slice(1), stage: +stage, device, start: time, length });
+          const operation = { kind: what[0], microbatch: what.slice(1), stage: +stage, device, start: time, length };
+          operations.push(operation);
+          if (what[0] === "U") updates.push(operation);
           busy[device] += length;
           time += length;
         }
         longest = Math.max(longest, time - start);
       });
+      for (const update of updates) update.start = start + longest; // all devices enter it together
       compute += longest;
     });
     const makespan = compute + table.waits[table.waits.length - 1] * costs.message;
