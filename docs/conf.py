@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import re
+import subprocess
 import sys
 
 # Importing jpipe must not claim an accelerator.
@@ -270,10 +271,10 @@ def mark_cells(app, doctree):
 def write_tables(app, exception):
     """The tables of the explorer page, as the builders of this version write them."""
     if exception is None and app.builder.format == "html":
-        sys.path.insert(0, str(DOCS))
-        import explorer_tables
-
-        (pathlib.Path(app.outdir) / "_static" / "explorer_tables.js").write_text(explorer_tables.script())
+        out = pathlib.Path(app.outdir) / "_static" / "explorer_tables.js"
+        # In a process of its own: Sphinx has imported jpipe in its own ways.
+        words = [sys.executable, str(DOCS / "explorer_tables.py"), str(out)]
+        subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
 def setup(app):
