@@ -7,7 +7,9 @@
 #   make test-all       also longer tests and more cases, about 50 minutes
 #   make test-slow      the tests that take minutes each, all other cases, every printed command: hours
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
-#   make test-zoo-new   a sample of the zoo with Python 3.12 and the newest JAX, Flax and Optax
+#   make test-new       a sample of the core's tests with Python 3.12 and the newest JAX, Flax and Optax
+#   make test-zoo-new   a sample of the zoo with these
+#   make dist ADDRESS=https://...   the package of a release in dist/, checked; ADDRESS is the project's page
 #   make gpu-compiler   the compiler for H100s; with it the tests also compile steps for GPUs
 #   make check          formatting, likely mistakes, types
 #   make types          types alone
@@ -18,6 +20,7 @@
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.py
 ARGS ?=
+ADDRESS ?=
 
 # The newest JAX and Flax need it.
 NEW_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
@@ -26,10 +29,11 @@ BIN := .venv/bin
 STAMP := .venv/requirements.stamp
 NEW := .venv-new
 DOCS_STAMP := .venv/docs.stamp
+RELEASE_STAMP := .venv/release.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train test test-all test-slow test-wheel test-zoo-new gpu-compiler check types docs format clean
+.PHONY: train test test-all test-slow test-wheel test-new test-zoo-new dist gpu-compiler check types docs format clean
 
 train: $(STAMP)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
@@ -43,22 +47,30 @@ test-all: test
 test-slow: $(STAMP)
 	$(PYTEST) -m slow $(ARGS)
 
-test-wheel: $(STAMP)
+test-wheel: $(RELEASE_STAMP)
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
 
-test-zoo-new:
-	@if $(NEW_PYTHON) -c '' 2>/dev/null; then $(MAKE) --no-print-directory $(NEW)/requirements.stamp test-zoo-in-new; \
-	else echo "test-zoo-new: skipped, there is no $(NEW_PYTHON): make test-zoo-new NEW_PYTHON=..."; fi
+# Two users of one README get two versions of JAX: 0.10 with Python 3.11, and a newer one with later Pythons.
+test-new: TESTS := tests/schedules/test_every_schedule.py tests/engine/test_engine.py tests/test_reference.py \
+	tests/pipeline/test_transparency.py tests/pipeline/test_asynchronous.py tests/checkpoints/test_checkpoints.py
+test-zoo-new: TESTS := tests/flax_zoo
+test-new test-zoo-new:
+	@if $(NEW_PYTHON) -c '' 2>/dev/null; then $(MAKE) --no-print-directory $(NEW)/requirements.stamp in-new TESTS="$(TESTS)"; \
+	else echo "$@: skipped, there is no $(NEW_PYTHON): make $@ NEW_PYTHON=..."; fi
 
-.PHONY: test-zoo-in-new
-test-zoo-in-new:
+.PHONY: in-new
+in-new:
 	@$(NEW)/bin/python -c 'import sys, flax, jax, optax; print("Python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (jax, flax, optax)))'
-	$(NEW)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow and not exhaustive" tests/flax_zoo $(ARGS)
+	$(NEW)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow and not exhaustive" $(TESTS) $(ARGS)
 
 $(NEW)/requirements.stamp: pyproject.toml
 	test -x $(NEW)/bin/python || $(NEW_PYTHON) -m venv $(NEW)
 	$(NEW)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[test]"
 	@touch $@
+
+dist: $(RELEASE_STAMP)
+	rm -rf dist
+	$(BIN)/python release/package.py $(if $(ADDRESS),--address $(ADDRESS))
 
 gpu-compiler: benchmarks/gpu_env/requirements.stamp
 
@@ -89,6 +101,10 @@ $(STAMP): requirements.txt pyproject.toml
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable ".[docs]"
+	@touch $@
+
+$(RELEASE_STAMP): $(STAMP)
+	$(PIP) --editable ".[release]"
 	@touch $@
 
 clean:

@@ -3,8 +3,9 @@
     python train/train.py --config configs/mnist_resnet50_gpipe.py
 
 96.05 % of the 2,000 held-out digits are right after 100 steps, 1.5 epochs of 8,572, at 35
-to 42 images/s and 526 MiB per device. That took 471 s, 43 s of it compilation, on a
-2-core x86-64 CPU that was shared with other work (2026-11-21, Python 3.11, JAX 0.10.2).
+to 42 images/s. That took 471 s, 43 s of it compilation, on a 2-core x86-64 CPU that was
+shared with other work (2026-11-21, Python 3.11, JAX 0.10.2). A device allocates 386 MiB
+(2026-11-29).
 
 `docs/hands_on.md` explains the usual things to change, among them
 --config.pipeline.num_stages=1 (no pipeline) and --config.pipeline.balance=memory. In a

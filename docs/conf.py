@@ -6,6 +6,7 @@ import inspect
 import os
 import pathlib
 import re
+import subprocess
 import sys
 
 # Importing jpipe must not claim an accelerator.
@@ -267,7 +268,17 @@ def mark_cells(app, doctree):
             entry["classes"].append("prose")
 
 
+def write_tables(app, exception):
+    """The tables of the explorer page, as the builders of this version write them."""
+    if exception is None and app.builder.format == "html":
+        out = pathlib.Path(app.outdir) / "_static" / "explorer_tables.js"
+        # In a process of its own: Sphinx has imported jpipe in its own ways.
+        words = [sys.executable, str(DOCS / "explorer_tables.py"), str(out)]
+        subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+
+
 def setup(app):
+    app.connect("build-finished", write_tables)
     app.connect("source-read", read_page)
     app.connect("doctree-read", mark_cells)
     app.connect("env-check-consistency", check_reference)

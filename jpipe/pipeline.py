@@ -877,6 +877,20 @@ class Pipeline:
         """Bytes per device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         return costs.memory(self._program(batch))
 
+    @public("memory_by_device")
+    def memory_by_device(self, batch: Any) -> "list[jpipe.memory.DeviceMemory]":
+        """What the stages of each device need, beside what every device allocates.
+
+        Compiles the step if it has not been. Runs nothing.
+
+        Args:
+          batch: a minibatch, or abstract arrays.
+
+        Returns:
+          One `jpipe.memory.DeviceMemory` for each position along the axis "stage".
+        """
+        return entry_points.load("device memory")(self._program(batch))
+
     @public("memory_timeline")
     def memory_timeline(
         self,

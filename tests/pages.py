@@ -2,10 +2,11 @@
 
     python tests/pages.py docs/faq.md
 
-runs the Python blocks of a page in order, in one process, as a reader would who copies them. Four conventions:
+runs the Python blocks of a page in order, in one process, as a reader would who copies them. Five conventions:
 
 - `<!-- prints -->` above a `text` block: the Python block before it prints this text. `...` stands for anything.
 - `<!-- not run: REASON -->` above a block: it is shown, not run.
+- `<!-- needs PACKAGE -->` above a Python block: it is left out, and said so, where the package is not installed.
 - `<!-- with this change -->` above a Python block: it runs apart, with a copy of `jpipe/` to which the `diff` blocks
   above it are applied, back to the Python block before.
 - In a `console` block, `$ ` begins a command and the lines below it are what it prints; `$ cat FILE` shows a file that
@@ -14,6 +15,7 @@ runs the Python blocks of a page in order, in one process, as a reader would who
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import os
 import pathlib
@@ -31,7 +33,7 @@ PAGES = [
 ]
 
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>prints|with this change|not run:[^>]*?) -->\n\n?)?"
+    r"(?:^<!-- (?P<mark>prints|with this change|needs \w+|not run:[^>]*?) -->\n\n?)?"
     r"^(?P<fence>```+)(?P<language>\w+)\n(?P<text>.*?)^(?P=fence)$",
     flags=re.M | re.S,
 )
@@ -42,13 +44,23 @@ class Block(NamedTuple):
 
     Attributes:
       line: the number of the line before its first, so that line n of the text is line `line + n` of the page.
-      mark: "prints", "with this change", "not run: REASON" or "".
+      mark: "prints", "needs PACKAGE", "with this change", "not run: REASON" or "".
     """
 
     language: str
     text: str
     line: int
     mark: str
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is Python that runs with the page, at least where a package is installed."""
+        return self.language == "python" and (not self.mark or bool(self.needs))
+
+    @property
+    def needs(self) -> str:
+        """The package without which it does not run; empty if there is none."""
+        return self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else ""
 
 
 class Command(NamedTuple):
@@ -95,7 +107,7 @@ def commands(page: pathlib.Path) -> list[Command]:
 
 def has_program(page: pathlib.Path) -> bool:
     """Whether a page has a Python block that runs."""
-    return any(b.language == "python" and not b.mark for b in blocks(page))
+    return any(b.is_program for b in blocks(page))
 
 
 def run(page: pathlib.Path) -> None:
@@ -103,7 +115,10 @@ def run(page: pathlib.Path) -> None:
     namespace: dict = {"__name__": "__main__"}
     printed = None
     for block in blocks(page):
-        if block.language == "python" and not block.mark:
+        if block.is_program:
+            if block.needs and importlib.util.find_spec(block.needs) is None:
+                print(f"{page}, line {block.line}: skipped, {block.needs} is not installed")
+                continue
             code = compile("\n" * block.line + block.text, str(page), "exec")
             stdout = io.StringIO()
             with contextlib.redirect_stdout(stdout):

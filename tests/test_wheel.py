@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 
@@ -101,6 +102,43 @@ def test_a_missing_extra_is_named(python, tmp_path):
     )
     assert result.returncode != 0
     assert "extra `[plot]`" in result.stderr
+
+
+def test_a_release_has_its_address_in_all_places(tmp_path):
+    """The sdist and the wheel that `make dist` builds, checked by Twine."""
+    pytest.importorskip("build", reason="`make dist` needs the extra `release`")
+    pytest.importorskip("twine", reason="`make dist` needs the extra `release`")
+    address = "https://example.org/jpipe"
+    call(sys.executable, ROOT / "release" / "package.py", "--address", address, "--out", tmp_path, cwd=tmp_path)
+    wheel, sdist = sorted(tmp_path.iterdir())
+    assert (wheel.suffix, sdist.name) == (".whl", f"jpipe_jax-{VERSION}.tar.gz")
+    metadata = zipfile.ZipFile(wheel).read(f"jpipe_jax-{VERSION}.dist-info/METADATA").decode()
+    assert f"Project-URL: Issues, {address}/issues\n" in metadata
+    readme = metadata.partition("\n\n")[2]
+    assert f"]({address}/blob/v{VERSION}/docs/how_to/memory.md#host-memory)" in readme
+    assert f"![1F1B on four stages, drawn by jpipe]({address}/raw/v{VERSION}/docs/images/" in readme
+    assert not re.search(r"\]\((?!https:)", readme)
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "jpipe/py.typed"} <= names
+    assert not {name for name in names if name.startswith(("tests", "train", "models"))}
+
+
+def test_a_release_needs_a_whole_address(tmp_path):
+    program = [sys.executable, str(ROOT / "release" / "package.py"), "--out", str(tmp_path)]
+    for address in ("example.org/jpipe", "https://example.org/jpipe/"):
+        result = subprocess.run([*program, "--address", address], capture_output=True, text=True)
+        assert result.returncode == 2 and "must begin with https://" in result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_recipe_for_conda_asks_for_what_the_wheel_asks_for():
+    recipe = (ROOT / "release" / "meta.yaml").read_text()
+    assert f'{{% set version = "{VERSION}" %}}' in recipe
+    run = recipe.partition("  run:\n")[2].partition("\n\n")[0]
+    wanted = [f"python {PROJECT['requires-python']}"]
+    wanted += [re.sub(r"(?<=\w)(?=[<>=!])", " ", each, count=1) for each in PROJECT["dependencies"]]
+    assert re.findall(r"- (.*)", run) == wanted
 
 
 def test_the_version_stands_in_one_place():

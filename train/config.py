@@ -29,6 +29,7 @@ from train.imported import Imported
 from train.instructions import Instructions
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
+from train.streamed import Grain
 from train.text import LabeledText, MaskedText, Text
 from train.tokenized import Tokenized
 from train.tracing import parse_steps
@@ -37,7 +38,7 @@ from train.writers import check_names
 
 _OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
-Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs | Instructions | Tokenized | Imported
+Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs | Instructions | Tokenized | Imported | Grain
 
 
 def _decays(params: Any) -> Any:

@@ -75,26 +75,51 @@ def held_out(examples: Part, fraction: float) -> tuple[Part, Part]:
     return examples[:start], examples[start:]
 
 
-def shuffled(examples: Examples, batch_size: int, seed: int, first: int = 0) -> Iterator[Batch]:
+def shuffled(
+    examples: Examples | Any, batch_size: int, seed: int, first: int = 0, position: Any = None
+) -> Iterator[Batch]:
     """Yields batches without end, with every example at most once per epoch.
 
-    The order depends on the seed and the epoch. The variation of the examples depends on
-    the seed, the epoch and the place of the batch in the epoch. So batch number k is
-    always the same. An epoch leaves out `len(examples) % batch_size` examples, other
-    ones each time.
+    Examples without numbers, such as `train.streamed.Streamed`, have an order of their own, and go on from the position
+    that `position_of` returns. The order of numbered ones depends on the seed and the epoch. The variation of the
+    examples depends on the seed, the epoch and the place of the batch in the epoch. So batch number k is always the
+    same. An epoch leaves out `len(examples) % batch_size` examples, other ones each time.
 
     Args:
       examples: the examples to draw from.
       batch_size: number of examples per batch.
       seed: at least 0.
       first: the number of the first batch, for a run that is continued.
+      position: the position of a run that is continued, of examples without numbers.
 
     Yields:
       Batches of `batch_size` examples.
 
     Raises:
-      ValueError: if there are fewer examples than one batch needs.
+      ValueError: if there are fewer examples than one batch needs, or the position is missing.
     """
+    if not hasattr(examples, "batches"):
+        return _numbered(examples, batch_size, seed, first)
+    if first and position is None:
+        raise ValueError(
+            "the checkpoint does not say how far its run had read the data, which are a stream without numbers. Start "
+            "a new run, or go on with the data set of the run."
+        )
+    return examples.batches(batch_size, position)
+
+
+def position_of(batches: Iterator[Batch]) -> Any:
+    """The position from which the batch that was drawn last comes again; None: its number says it."""
+    return batches.position() if hasattr(batches, "position") else None
+
+
+def steps_per_epoch(examples: Examples | Any, batch_size: int) -> int | None:
+    """The batches in which every example is read once; None: of a stream nobody knows."""
+    return None if hasattr(examples, "batches") else len(examples) // batch_size
+
+
+def _numbered(examples: Examples, batch_size: int, seed: int, first: int) -> Iterator[Batch]:
+    """The batches of numbered examples."""
     per_epoch = len(examples) // batch_size
     if per_epoch == 0:
         raise ValueError(

@@ -266,8 +266,8 @@ def override(
     for name, value in overrides.items():
         here = f"{flag}.{name}"
         if name not in hints:
-            depth = here.count(".")
-            moved = [k for k in known if k.count(".") == depth and k.endswith(f".{name}")]
+            moved = [k for k in known if k.endswith(f".{name}")]
+            moved.sort(key=lambda k: abs(k.count(".") - here.count(".")))
             guess = did_you_mean(name, list(hints))
             if moved:
                 guess = f" Did you mean `{moved[0]}`?"
@@ -376,6 +376,11 @@ def _read(text: str, hint: Any, flag: str) -> Any:
         raise ValueError(f"`{flag}` is a section, got {shown(text)}. Set its fields: `{flag}.FIELD=VALUE`.")
     if choices:
         names = [choice.__name__ for choice in choices]
+        kind, colon, value = text.partition(":")
+        if colon and kind.lower() in map(str.lower, names):  # and the value of its first field
+            choice = choices[[name.lower() for name in names].index(kind.lower())]
+            field = dataclasses.fields(choice)[0].name
+            return override(choice(), {field: value}, flag)
         if text not in names:
             raise ValueError(f"`{flag}` must be {_either(names)}, got {shown(text)}.{did_you_mean(text, names)}")
         return choices[names.index(text)]()

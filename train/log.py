@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 
 from train.goodput import Goodput
 from train.plot import evaluation_text
@@ -62,6 +62,8 @@ class Log:
       num_steps: number of steps in the run.
       log_every: number of steps per line.
       unit: the things that the speed counts, such as "images".
+      batch_size: the samples of a step, for their speed where a sample is not one unit; None: it is.
+      steps_per_epoch: the steps in which every example is read once; None: no epochs are counted.
       learning_rate: function from a step, counted from 1, to its learning rate.
       start: the `time.perf_counter()` at which "seconds" are 0.
       resumed: the result of `position` in the run that goes on here. Records that came
@@ -85,6 +87,8 @@ class Log:
         unit: str,
         learning_rate: Callable[[int], float],
         start: float,
+        batch_size: int | None = None,
+        steps_per_epoch: int | None = None,
         resumed: Mapping[str, Any] | None = None,
         writers: Sequence[Writer] = (),
     ):
@@ -96,6 +100,7 @@ class Log:
         if path is not None:
             self._open(path, resumed)
         self._num_steps, self._log_every = num_steps, log_every
+        self._batch_size, self._steps_per_epoch = batch_size, steps_per_epoch
         self._unit, self._learning_rate, self._start = unit, learning_rate, start
         self._losses: list[float | None] = []
         self._gradient_norms: list[float | None] = []
@@ -116,8 +121,9 @@ class Log:
         self._progress = None
         if path is not None and sys.stdout.isatty():
             self._progress = Progress(
-                BarColumn(),
+                BarColumn(bar_width=20),
                 MofNCompleteColumn(),
+                TaskProgressColumn(),
                 TextColumn("{task.description}"),
                 console=Console(highlight=False),
                 transient=True,
@@ -236,10 +242,10 @@ class Log:
                 raise NonFiniteGradientsError(step, num_steps)
         if self._progress is not None:
             seconds = time.perf_counter() - self._since
-            text = self._speed_and_time(seconds)
+            words = self._epochs(step) + self._speed_and_time(seconds)
             if loss is not None:
-                text = f"loss {loss:.4f}  {text}"
-            self._progress.update(self._bar, completed=step, description=text)
+                words.insert(0, f"loss {loss:.4f}")
+            self._progress.update(self._bar, completed=step, description="  ".join(words))
 
     def finish_line(self) -> None:
         """Writes a line for the steps since the line before, if there are any."""
@@ -248,7 +254,9 @@ class Log:
         now, step = time.perf_counter(), self.last_step
         rates = [self._learning_rate(k) for k in range(self._last_line + 1, step + 1)]
         record: dict[str, Any] = {"step": step}
-        words = [self._place(step)]
+        words = [self._place(step), f"{step / self._num_steps:4.0%}", *self._epochs(step)]
+        if self._steps_per_epoch is not None:
+            record["epoch"] = round(step / self._steps_per_epoch, 4)
         loss, norm = _mean(self._losses), _mean(self._gradient_norms)
         if loss is not None:
             record["loss"] = loss
@@ -260,9 +268,10 @@ class Log:
         words.append(f"rate {rates[-1]:.3g}")
         if self._timed_steps:
             seconds = now - self._since
-            speed = self._timed_units / seconds
-            record[f"{self._unit}_per_second"] = round(speed, 1)
-            words.append(self._speed_and_time(seconds))
+            record[f"{self._unit}_per_second"] = round(self._timed_units / seconds, 1)
+            if self._timed_samples:
+                record["samples_per_second"] = round(self._timed_samples / seconds, 1)
+            words += self._speed_and_time(seconds)
         if self._skipped:
             record["skipped_updates"] = self._skipped
             words.append(f"updates skipped, gradients not finite: {self._skipped}")
@@ -342,13 +351,29 @@ class Log:
     def _place(self, step: int) -> str:
         return f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
 
-    def _speed_and_time(self, seconds: float) -> str:
+    def _epochs(self, step: int) -> list[str]:
+        """How often every example has been read, and will have been at the end."""
+        if self._steps_per_epoch is None:
+            return []
+        now, end = (k / self._steps_per_epoch for k in (step, self._num_steps))
+        digits = 1 if end >= 10 else 2
+        return [f"epoch {now:.{digits}f}/{end:.{digits}f}"]
+
+    def _speed_and_time(self, seconds: float) -> list[str]:
         if not self._timed_steps:
-            return ""
-        speed = self._timed_units / seconds
+            return []
+        words = [f"{self._timed_units / seconds:,.0f} {self._unit}/s"]
+        if self._timed_samples:
+            words.insert(0, f"{self._timed_samples / seconds:,.1f} samples/s")
         left = (self._num_steps - self.last_step) * seconds / self._timed_steps
-        minutes, seconds = divmod(round(left), 60)
-        return f"{speed:,.0f} {self._unit}/s  {minutes}:{seconds:02d} left"
+        minutes, left = divmod(round(left), 60)
+        return [*words, f"{minutes}:{left:02d} left"]
+
+    @property
+    def _timed_samples(self) -> int:
+        """The samples of the timed steps, such as sentences of tokens; 0 if a sample is one unit."""
+        samples = self._timed_steps * (self._batch_size or 0)
+        return 0 if samples == self._timed_units else samples
 
     def write(self, record: dict) -> None:
         """Appends a record to the file, the whole record or nothing, and gives it to the writers.

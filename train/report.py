@@ -12,6 +12,7 @@ import jax
 import optax
 
 import jpipe
+from jpipe.memory import DeviceMemory
 from jpipe.plan import (
     Candidate,
     Graph,
@@ -117,11 +118,21 @@ def memory(memory: jpipe.Memory) -> str:
         "temporaries": memory.temporaries,
     }
     rows = [(use, size_text(num_bytes)) for use, num_bytes in uses.items()]
-    rows.append(("in all", size_text(sum(uses.values()))))
+    rows.append(("in all", size_text(memory.total)))
     rows.append(("of it padding", size_text(memory.padding)))
     if memory.host:
         rows.append(("in host memory beside it", size_text(memory.host)))
     return _table(rows, left={0})
+
+
+def memory_by_device(records: Sequence[DeviceMemory]) -> str:
+    """A line for each device: what its stages need, and what it allocates."""
+    rows = [
+        ("device", "stages", "weights", "optimizer", "gradients", "activations", "temporaries", "needs", "allocates")
+    ]
+    for device, stages, *sizes in records:
+        rows.append((str(device), " ".join(map(str, stages)), *map(size_text, sizes)))
+    return _table(rows, left={1})
 
 
 def profile(profile: Profile) -> str:

@@ -135,12 +135,14 @@ class Resumed(NamedTuple):
       state: its state.
       step: the steps before.
       log: the position of the log there, see `Log.position`; None at the start of a run.
+      data: the position of the data there, see `train.data.position_of`; None if the step says it.
     """
 
     pipe: jpipe.Pipeline
     state: jpipe.PipelineState
     step: int
     log: Mapping[str, Any] | None
+    data: Any
 
     @classmethod
     def restored(
@@ -180,7 +182,7 @@ class Resumed(NamedTuple):
         first = trains(restored.step)
         if first is not trains(steps[-1]):  # the newest one is damaged
             restored = checkpoints.restore(first, batch, restored.step)
-        return cls(first, restored.state, restored.step, restored.run["log"])
+        return cls(first, restored.state, restored.step, restored.run["log"], restored.run.get("data"))
 
 
 class Saver:
@@ -225,12 +227,12 @@ class Saver:
         """Returns whether there is a checkpoint after a step."""
         return self._every is not None and (ends or step % self._every == 0)
 
-    def save(self, step: int, state: jpipe.PipelineState, log: Log) -> None:
-        """Saves a checkpoint while training goes on."""
+    def save(self, step: int, state: jpipe.PipelineState, log: Log, data: Any = None) -> None:
+        """Saves a checkpoint while training goes on; `data` is the position of the data."""
         self._finish()
         try:
             self._keep_config()
-            self._checkpoints.save(step, state, run={"log": log.position()})
+            self._checkpoints.save(step, state, run={"log": log.position(), "data": data})
             self._saving = step
         except OSError as error:
             self._warn(error)

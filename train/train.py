@@ -68,8 +68,10 @@ from train.data import (
     Examples,
     in_order,
     num_labels,
+    position_of,
     shares,
     shuffled,
+    steps_per_epoch,
 )
 from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.fewer import fitted
@@ -295,7 +297,7 @@ def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
         pipe = run.pipe if run.warm_up is None else run.warm_up
         seed = run.config.seed
         state = pipe.init(jax.random.key(seed), run.batch, params=run.config.weights.first_params(seed))
-        start_of = Resumed(pipe, state, 0, None)
+        start_of = Resumed(pipe, state, 0, None, None)
     memory = run.pipe.memory(run.batch)
     if run.config.stability:
         check_stability(run, start_of)
@@ -362,14 +364,16 @@ def train(
       KeyboardInterrupt: if a signal ended the run.
     """
     config = run.config
-    pipe, state, first, resumed_log = start_of
-    batches = shuffled(run.data.train, config.batch_size, config.seed, first)
+    pipe, state, first, resumed_log, position = start_of
+    batches = shuffled(run.data.train, config.batch_size, config.seed, first, position)
     with (
         Log(
             run.run_dir / "log.jsonl" if is_first() else None,
             num_steps=config.num_steps,
             log_every=config.log_every,
             unit=run.data.unit,
+            batch_size=config.batch_size,
+            steps_per_epoch=steps_per_epoch(run.data.train, config.batch_size),
             learning_rate=learning_rates(config),
             start=start,
             resumed=resumed_log,
@@ -453,7 +457,7 @@ def train(
                         stopped = ends = True
                 if saver.saves(step, ends):
                     with log.paused("saving"):
-                        saver.save(step, state, log)
+                        saver.save(step, state, log, position_of(batches))
                 if ends:
                     break
             if stopped:

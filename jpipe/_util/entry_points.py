@@ -12,6 +12,7 @@ from collections.abc import Callable
 ENTRY_POINTS = {
     "strategy of a file": "jpipe.soap.layers:StoredStrategy",
     "memory timeline": "jpipe.memory._pipeline:pipeline_timeline",
+    "device memory": "jpipe.memory._devices:device_memory",
     "trace": "jpipe.trace._record:trace_pipeline",
     "profile": "jpipe.plan.pipelines:profile_pipeline",
     "boundaries by flops": "jpipe.costs:boundaries_by_flops",

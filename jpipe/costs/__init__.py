@@ -83,6 +83,11 @@ class Memory(NamedTuple):
     compression: int = 0
     host: int = 0
 
+    @property
+    def total(self) -> int:
+        """Bytes of the device's own memory, of all uses together."""
+        return sum(self) - self.padding - self.host
+
 
 class ShardRecord(NamedTuple):
     """One row of `Pipeline.shards`: the arrays that each device holds for one use.

@@ -41,8 +41,12 @@ def pipeline_timeline(program: Program, device: int = 0, profile: Any = None) ->
         raise ValueError(
             f'`device` must be a position along the axis "stage", 0 to {num_devices - 1}, got {shown(device)}.'
         )
-    compiled = program.lower().compile()
-    builder = Builder(program, int(device), profile)
+    return timeline_of(program, program.lower().compile(), int(device), profile)
+
+
+def timeline_of(program: Program, compiled: Any, device: int, profile: Any = None) -> Timeline:
+    """The timeline of a step that is compiled, on a device that exists."""
+    builder = Builder(program, device, profile)
     add_state(builder)
     add_batch(builder)
     add_program(builder, compiled)

@@ -62,7 +62,7 @@ class Prediction:
     @property
     def num_bytes(self) -> int:
         """Bytes per device, in its own memory."""
-        return sum(self.memory) - self.memory.padding - self.memory.host
+        return self.memory.total
 
 
 def predict(

@@ -38,4 +38,5 @@ def test_what_the_quickstart_is_said_to_print_is_what_it_prints():
     (text,) = (b.text for b in blocks(page) if "held-out" in b.text)
     config = flags.load(str(ROOT / "configs" / "quickstart.py"), TrainConfig)
     assert draw.text(config.pipeline.table()) in text
-    assert f"step {config.num_steps}/{config.num_steps}  loss " in text
+    epochs = f"{config.num_steps / 66:.1f}"  # of 8,572 images in batches of 128
+    assert f"step {config.num_steps}/{config.num_steps}  100%  epoch {epochs}/{epochs}  loss " in text

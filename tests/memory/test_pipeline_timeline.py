@@ -285,3 +285,20 @@ def test_wrong_inputs():
     short.layers = (None,) * 7
     with pytest.raises(ValueError, match="`profile` has 7 layers and the pipeline 8"):
         pipe.memory_timeline(BATCH, profile=short)
+
+
+def test_devices_need_unlike_bytes_and_allocate_equal_ones():
+    pipe = CASES["uneven cut"]()  # 1, 2, 3 and 2 layers
+    records, memory = pipe.memory_by_device(BATCH), pipe.memory(BATCH)
+    assert [(r.device, r.stages) for r in records] == [(d, (d,)) for d in range(4)]
+    layer = 4 * (16 * 16 + 16)
+    assert [r.weights for r in records] == [layer, 2 * layer, 3 * layer, 2 * layer]
+    assert [r.gradients for r in records] == [r.weights for r in records]
+    moments = [r.optimizer - 2 * r.weights for r in records]  # Adam's two, and a counter
+    assert all(0 <= counter <= 16 for counter in moments)
+    assert {r.allocated for r in records} == {pipe.memory_timeline(BATCH).peak}
+    for record in records:
+        assert record.activations <= memory.activations and record.needed < record.allocated
+        parts = (record.weights, record.optimizer, record.gradients, record.activations)
+        assert max(parts) < record.needed
+    assert records[0].activations > records[3].activations  # more microbatches in flight

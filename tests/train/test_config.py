@@ -282,7 +282,7 @@ def test_a_configuration_is_read_back_from_json(tmp_path):
         ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text, M"),
         (
             {"data": None},
-            "MNISTPixels, Text, MaskedText, LabeledText, Pairs, Instructions, Tokenized or Imported, got None",
+            "MNISTPixels, Text, MaskedText, LabeledText, Pairs, Instructions, Tokenized, Imported or Grain, got None",
         ),
         ({"model": {"type": "MLP", "widths": [8, "9"]}}, "`model.widths` must be int,"),
         (
@@ -725,3 +725,10 @@ def test_a_run_that_ends_during_its_warm_up_is_told(options, told):
 def test_the_dtype_of_sums_goes_to_the_pipeline(given, want):
     options = PipelineConfig(accumulate_dtype=given).options_of_pipeline()
     assert options["accumulate_dtype"] == want
+
+
+def test_an_option_of_a_section_is_named_without_it():
+    with pytest.raises(
+        ValueError, match="option `--config.num_stages`. Did you mean `--config.pipeline.num_stages`[?]"
+    ):
+        flags.parse(["--config", "quickstart", "--config.num_stages=2"], TrainConfig)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,37 @@ import pytest
 from flax import nnx
 
 import jpipe
-from train.data import shares
+from train import flags
+from train.config import TrainConfig
+from train.data import position_of, shares, shuffled
+from train.streamed import Grain
+from train.train import main
 
+MODULE = """
+import grain
+import numpy as np
+
+
+def example(number):
+    rng = np.random.default_rng(number)
+    return {"inputs": rng.normal(size=(28, 28, 1)).astype(np.float32), "labels": np.int32(number % 10)}
+
+
+def numbers():
+    return grain.MapDataset.source(range(40)).seed(3).shuffle().map(example).repeat()
+
+
+def stream():
+    return numbers().to_iter_dataset()
+
+
+def ends():
+    return grain.MapDataset.source(range(40)).map(example)
+
+
+def batches():
+    return iter(ends())
+"""
 NUM_EXAMPLES, BATCH_SIZE = 48, 8
 
 
@@ -73,3 +103,89 @@ def test_every_example_is_trained_on_once(stages, processes, tmp_path):
     _, _, after = trained(other, state, batches, processes[1], 2)
     assert sorted(before + again + after) == list(range(NUM_EXAMPLES))
     assert not list(itertools.islice(batches, 1))
+
+
+# -- In the training script
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A file of a user, and the options that name it."""
+    pytest.importorskip("grain")
+    (tmp_path / "grains_of_a_user.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "grains_of_a_user"
+
+
+@pytest.mark.parametrize("name", ["numbers", "stream"])
+def test_a_stream_goes_on_where_it_was(name, module):
+    data = Grain(f"{module}:{name}", f"{module}:ends").load()
+    whole = shuffled(data.train, 8, seed=0)
+    want = [next(whole)["labels"].tolist() for _ in range(8)]
+    assert sorted(sum(want[:5], [])) == sorted(n % 10 for n in range(40))  # an epoch
+    parted = shuffled(data.train, 8, seed=0)
+    for _ in range(4):  # three were trained on; the fourth waits
+        next(parted)
+    position = json.loads(json.dumps(position_of(parted)))
+    again = shuffled(data.train, 8, seed=0, first=3, position=position)
+    assert [next(again)["labels"].tolist() for _ in range(5)] == want[3:]
+    with pytest.raises(ValueError, match="does not say how far its run had read the data"):
+        shuffled(data.train, 8, seed=0, first=3)
+
+
+def test_a_run_with_a_stream_is_resumed(module, tmp_path):
+    words = ["model=MLP", "model.widths=8", f"data=grain:{module}:stream", f"data.test={module}:ends", "batch_size=8"]
+    words += ["pipeline.num_stages=1", "pipeline.num_microbatches=2", "checkpoint.every=2", "log_every=1"]
+    words = ["--config", "quickstart", *(f"--config.{word}" for word in words)]
+
+    def losses(folder):
+        records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        return [record["loss"] for record in records if "loss" in record]
+
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    assert main([*words, "--config.num_steps=6", f"--config.run_dir={whole}"]) == 0
+    assert main([*words, "--config.num_steps=6", f"--config.run_dir={parted}"]) == 0
+    newest = parted / "checkpoints"
+    for step in sorted(newest.iterdir()):
+        if step.name.endswith("6"):  # it is lost, and 4 is the newest
+            for path in sorted(step.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            step.rmdir()
+    assert main(["--resume", str(parted)]) == 0
+    assert losses(parted) == losses(whole)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "`data.module` must be package.module:name, got None"),
+        ({"module": "{0}:numbers"}, "`data.test` must be package.module:name, got None"),
+        ({"module": "{0}:batches", "test": "{0}:ends"}, "must return a grain.MapDataset or a grain.IterDataset"),
+        ({"module": "{0}:numbers", "test": "{0}:numbers"}, "must return held-out examples with a length"),
+    ],
+)
+def test_wrong_streams(options, message, module):
+    with pytest.raises(ValueError, match=message):
+        Grain(**{name: value.format(module) for name, value in options.items()}).load()
+
+
+def test_a_stream_that_ends_says_so(module):
+    batches = shuffled(Grain(f"{module}:ends", f"{module}:ends").load().train, 16, seed=0)
+    assert len(list(itertools.islice(batches, 2))) == 2
+    with pytest.raises(ValueError, match="has no more examples. Let it go on without end"):
+        next(batches)
+
+
+def test_the_short_form_of_an_import_path():
+    _, config = flags.parse(
+        ["--config", "quickstart", "--config.data=grain:a.b:c", "--config.data.test=d:e"], TrainConfig
+    )
+    assert config.data == Grain("a.b:c", "d:e")
+    with pytest.raises(ValueError, match="`--config.data` must be MNIST, .*got 'grains:a:b'"):
+        flags.parse(["--config", "quickstart", "--config.data=grains:a:b"], TrainConfig)
+
+
+def test_without_grain_the_package_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs the package grain, which is not installed"):
+        Grain("a:b", "c:d").load()

@@ -63,7 +63,7 @@ def test_a_line_has_the_mean_since_the_line_before(tmp_path, capsys):
     assert second["skipped_updates"] == 1 and "skipped_updates" not in third
     out = capsys.readouterr().out
     assert "updates skipped, gradients not finite: 1" in out
-    assert "step 2/5  loss 1.5000  gradient 15  rate 0.25  " in out
+    assert "step 2/5   40%  loss 1.5000  gradient 15  rate 0.25  " in out
     assert " images/s  0:00 left  peak " in out and out.count(" MiB\n") == 3
 
 
@@ -142,6 +142,28 @@ def test_the_unit_of_speed_is_that_of_the_data(tmp_path, capsys):
         log.step(2, 1.0, num_units=10)
     assert log_of(tmp_path)[0]["tokens_per_second"] > 0
     assert " tokens/s " in capsys.readouterr().out
+
+
+def test_epochs_and_samples_are_counted(tmp_path, capsys, monkeypatch):
+    now = 0.0
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(log_module, "time", clock)
+    with make_log(tmp_path, num_steps=40, unit="tokens", batch_size=6, steps_per_epoch=16, start=0.0) as log:
+        for step in (1, 2, 3, 4):
+            now += 3
+            log.step(step, 1.0, num_units=90)
+    second, fourth = log_of(tmp_path)
+    assert (second["epoch"], fourth["epoch"]) == (2 / 16, 4 / 16)
+    assert (fourth["samples_per_second"], fourth["tokens_per_second"]) == (2.0, 30.0)
+    out = capsys.readouterr().out
+    assert "step  4/40   10%  epoch 0.25/2.50  loss 1.0000  rate 0.5  2.0 samples/s  30 tokens/s  1:48 left" in out
+
+
+def test_an_image_is_a_sample(tmp_path, capsys):
+    with make_log(tmp_path, batch_size=10) as log:
+        log.step(1, 1.0, num_units=10)
+        log.step(2, 1.0, num_units=10)
+    assert "samples_per_second" not in log_of(tmp_path)[0] and "samples/s" not in capsys.readouterr().out
 
 
 def test_peak_memory_is_that_of_the_process(monkeypatch):

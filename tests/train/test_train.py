@@ -122,9 +122,9 @@ def test_a_run_from_a_shell(tmp_path):
         "bubble 33.3%",
         "compiled in ",
         "activations in flight",
-        "step 2/5  loss ",
-        "step 4/5  loss ",
-        "step 5/5  loss ",
+        "step 2/5   40%  epoch 0.02/0.06  loss ",
+        "step 4/5   80%  epoch 0.05/0.06  loss ",
+        "step 5/5  100%  epoch 0.06/0.06  loss ",
         "held-out images: accuracy ",
         " s in all; log and pictures in runs/quickstart-",
     ]
@@ -304,7 +304,7 @@ def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
         assert main([*QUICKSTART, *words, *more]) == 0
         losses.append([*training_losses(run_dir).values()])
     out = capsys.readouterr().out
-    assert " tokens/s " in out and "held-out tokens: accuracy " in out
+    assert " samples/s " in out and " tokens/s " in out and "held-out tokens: accuracy " in out
     *_, line, result = log_of(tmp_path / "model1")
     assert line["tokens_per_second"] > 0
     assert result["bits_per_byte"] == pytest.approx(result["test_loss"] / np.log(2))
@@ -372,7 +372,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
     process.stderr.close()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written.decode())
     assert "━" in text and "40/40" in text and " images/s " in text
-    assert "step  2/40  loss " in text
+    assert "step  2/40    5%  epoch 0.02/0.47  loss " in text
     assert "held-out images: accuracy" in text
 
 
