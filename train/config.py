@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import pathlib
 import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -568,11 +569,18 @@ class CheckpointConfig:
     Ctrl-C or SIGTERM. None: no checkpoints."""
     keep: int = 3
     """The number of the newest checkpoints that stay."""
+    memory: bool = False
+    """True if the newest checkpoint is also kept in memory, from where a run that `python -m jpipe.launch --restarts`
+    starts again reads it."""
 
     def __post_init__(self) -> None:
         if self.every is not None:
             _check(self.every >= 1, self, "every", "must be at least 1")
         _check(self.keep >= 1, self, "keep", "must be at least 1")
+
+    def open(self, run_dir: pathlib.Path) -> jpipe.Checkpoints:
+        """The checkpoints of the run in a folder."""
+        return jpipe.Checkpoints(run_dir / "checkpoints", keep=self.keep, memory=self.memory)
 
 
 @dataclasses.dataclass(frozen=True)

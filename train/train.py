@@ -240,7 +240,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
         pipe.messages(batch) if compresses else [],
         run_dir,
         text,
-        jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
+        config.checkpoint.open(run_dir),
         resumes,
     )
 

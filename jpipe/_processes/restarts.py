@@ -78,6 +78,19 @@ class Told(NamedTuple):
         return cls(frozenset(connected), (folder / SAVES).exists(), step)
 
 
+_MEMORY = pathlib.Path("/dev/shm")
+
+
+def memory_folder(name: str) -> pathlib.Path | None:
+    """A folder in memory that outlives the processes of this machine, as long as the launcher; None: there is none.
+
+    Args:
+      name: its name, the same in every start.
+    """
+    folder = pathlib.Path(os.environ.get(FOLDER, ""))
+    return folder / name if _MEMORY in folder.parents else None
+
+
 def tell(name: str, text: str = "") -> None:
     """Tells the launcher something, if it starts the script again when a process dies.
 
@@ -177,7 +190,7 @@ def folder_in_memory() -> Iterator[pathlib.Path]:
 
     Removes those of launchers that were killed.
     """
-    base = pathlib.Path("/dev/shm")
+    base = _MEMORY
     if fcntl is None or not (base.is_dir() and os.access(base, os.W_OK)):
         base = pathlib.Path(tempfile.gettempdir())
     prefix, lock = "jpipe-launch-", ".lock"

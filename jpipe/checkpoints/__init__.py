@@ -12,14 +12,10 @@ pipeline of the same layout, a training goes on bit for bit, microbatches in fli
 pipeline, every device reads the leaves of its own layers.
 """
 
-import contextlib
-import dataclasses
 import json
 import os
 import pathlib
-import re
-import shutil
-import threading
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,17 +32,10 @@ from jpipe._util.paths import local_path
 from jpipe._util.suggest import suggests
 from jpipe._util.warn import warn
 from jpipe.checkpoints import _arrays, _layout
-from jpipe.checkpoints._manifest import (
-    DamagedCheckpointError,
-    Manifest,
-    checksums,
-    files_of,
-    leave_checksums,
-    take_checksums,
-)
-from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
+from jpipe.checkpoints._manifest import DamagedCheckpointError, Manifest
 from jpipe.checkpoints._safetensors import NameMap, NameRule
 from jpipe.checkpoints._weights_file import load_params, save_params
+from jpipe.checkpoints._writing import Writing, folder_of, steps_in
 from jpipe.engine.calls import check_state, public
 from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.layers.model_tree import merged
@@ -64,8 +53,6 @@ __all__ = [
     "load_params",
     "save_params",
 ]
-
-_SAVING, _DELETING = ".saving", ".deleting"
 
 
 class Restored(NamedTuple):
@@ -99,6 +86,9 @@ class Checkpoints:
       directory: a folder in a file system, made by the first save; no address of object storage. Only one training may
         save there.
       keep: the number of the newest steps that stay. None: all.
+      memory: whether the newest step is also kept in the memory of this machine, from where `restore` takes it. Under
+        `python -m jpipe.launch --restarts` it is there as long as the launcher: it outlives every process, and not the
+        machine. Elsewhere nothing is kept, and a warning says so.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, jpipe, optax
@@ -119,14 +109,21 @@ class Checkpoints:
       (1, {'epoch': 0})
     """
 
-    def __init__(self, directory: str | os.PathLike, keep: int | None = 3):
+    def __init__(self, directory: str | os.PathLike, keep: int | None = 3, *, memory: bool = False):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"`keep` must be a number of steps, at least 1, or None, got {shown(keep)}.")
         # Orbax needs an absolute path.
         self.directory = pathlib.Path(os.path.abspath(local_path(directory, "directory")))
         self.keep = keep
-        self._writing: _Writing | None = None
+        self._writing: Writing | None = None
         self._damaged: set[int] = set()  # steps that `restore` has found damaged
+        name = f"checkpoints-{zlib.crc32(os.fsencode(self.directory))}"
+        self._memory = _restarts.memory_folder(name) if memory else None
+        if memory and self._memory is None:
+            warn(
+                "`memory=True` keeps nothing: no memory outlives this process. `python -m jpipe.launch --restarts` has "
+                "some, where there is a folder /dev/shm. Steps are saved to the directory as usual."
+            )
         _restarts.tell(_restarts.SAVES)
 
     def __enter__(self) -> "Checkpoints":
@@ -165,7 +162,7 @@ class Checkpoints:
             ) from error
         self.wait()
         named = steps_in(self.directory)
-        if later := [n for n in named if n > step and self._seems_whole(n)]:
+        if later := [n for n in named if n > step and self._seems_whole(self.directory, n)]:
             raise ValueError(
                 f"`step` must not be before the steps that `{self.directory}` has, got {shown(step)} after "
                 f"{later[-1]}: the newest step is the one that `restore` takes. Use another directory, "
@@ -189,12 +186,13 @@ class Checkpoints:
             },
             files={},
         )
-        self._writing = _Writing(
+        self._writing = Writing(
             self.directory,
             manifest,
             _layout.saved_arrays(state, layout["in_flight"]),
             self.keep,
-            [self._folder(damaged) for damaged in self._damaged - {step}],
+            [folder_of(self.directory, damaged) for damaged in self._damaged - {step}],
+            memory=self._memory,
         )
         self._damaged.clear()
 
@@ -217,7 +215,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that can be restored, in order: their files have the right sizes."""
-        return [step for step in steps_in(self.directory) if self._seems_whole(step)]
+        return sorted({step for step, place in self._copies() if self._seems_whole(place, step)})
 
     @public("restore a checkpoint", lambda *_, **__: True)
     def restore(self, pipe: Pipeline, batch: Any, step: int | None = None) -> Restored:
@@ -247,14 +245,13 @@ class Checkpoints:
                 f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
                 "`checkpoints.restore(pipe, batch)`."
             )
-        newest, manifest = self._whole(step)
-        folder = self._folder(newest)
+        folder, manifest = self._whole(step)
         try:
             state = _restored(pipe, batch, folder, manifest)
         except ValueError as error:
             raise ValueError(f"`{folder}` does not fit: {error}") from error
-        _restarts.tell(_restarts.SAVED, str(newest))
-        return Restored(state, newest, manifest.run)
+        _restarts.tell(_restarts.SAVED, str(manifest.step))
+        return Restored(state, manifest.step, manifest.run)
 
     def params(self, step: int | None = None) -> Any:
         """The newest weights of a step, without a pipeline, in the form of `Pipeline.get_params`.
@@ -269,17 +266,18 @@ class Checkpoints:
           FileNotFoundError: if there is no step, or not this one.
           DamagedCheckpointError: if a file of `step` is damaged.
         """
-        newest, manifest = self._whole(step)
-        leaves = _arrays.stored_leaves(self._folder(newest), manifest.layout)
+        folder, manifest = self._whole(step)
+        leaves = _arrays.stored_leaves(folder, manifest.layout)
         params = merged(leaves.params) if manifest.layout.get("whole_model") else leaves.params
         return params if jax.process_count() > 1 else jax.tree.map(np.asarray, params)
 
-    def _folder(self, step: int) -> pathlib.Path:
-        return folder_of(self.directory, step)
+    def _copies(self) -> list[tuple[int, pathlib.Path]]:
+        """The steps, damaged or not, and the folders that they are in: the newest first, memory before the disk."""
+        places = [place for place in (self._memory, self.directory) if place is not None]
+        return sorted(((step, place) for place in places for step in steps_in(place)), key=lambda copy: -copy[0])
 
-    def _manifest(self, step: int) -> Manifest:
+    def _manifest(self, folder: pathlib.Path, step: int) -> Manifest:
         """The manifest of a step; see `Manifest.read` for errors."""
-        folder = self._folder(step)
         manifest = Manifest.read(folder)
         if manifest.step != step:
             raise DamagedCheckpointError(
@@ -288,52 +286,46 @@ class Checkpoints:
             )
         return manifest
 
-    def _seems_whole(self, step: int) -> bool:
+    def _seems_whole(self, place: pathlib.Path, step: int) -> bool:
         """Returns whether the manifest and the sizes of the files are right."""
-        if step in self._damaged:
+        if place == self.directory and step in self._damaged:
             return False
+        folder = folder_of(place, step)
         try:
-            self._manifest(step).check_sizes(self._folder(step))
+            self._manifest(folder, step).check_sizes(folder)
         except DamagedCheckpointError:
             return False
         return True
 
-    def _whole(self, step: int | None) -> tuple[int, Manifest]:
-        """A step whose files are all as written, and its manifest; the same on every process."""
-        named = from_first(steps_in(self.directory))
-        if step is not None and step not in named:
+    def _whole(self, step: int | None) -> tuple[pathlib.Path, Manifest]:
+        """The folder of a step whose files are all as written, and its manifest; the same on every process."""
+        copies = from_first([(n, str(place)) for n, place in self._copies()])
+        candidates = [(n, pathlib.Path(place)) for n, place in copies if step is None or n == step]
+        if step is not None and not candidates:
             raise FileNotFoundError(f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}.")
-        for candidate in reversed(named) if step is None else [step]:
-            manifest, error = None, None
+        for candidate, place in candidates:
+            manifest, error, folder = None, None, folder_of(place, candidate)
             try:
-                manifest = self._manifest(candidate)
+                manifest = self._manifest(folder, candidate)
                 share = jax.process_index(), jax.process_count()
-                manifest.check_content(self._folder(candidate), share)
+                manifest.check_content(folder, share)
             except ValueError as caught:
                 error = caught
             problems = filter(None, gather_texts(str(error or "")))
             problem = next(problems, None)
             if problem is None:
                 assert manifest is not None
-                return candidate, manifest
+                return folder, manifest
             if error is not None and not isinstance(error, DamagedCheckpointError):
                 raise error
-            if step is not None:
+            if step is not None and (candidate, place) == candidates[-1]:
                 raise DamagedCheckpointError(problem)
-            self._damaged.add(candidate)
-            warn(f"step {candidate} cannot be restored: {problem}. Trying the one before.")
+            if place == self.directory:
+                self._damaged.add(candidate)
+            then = "the one before" if place == self.directory else "the directory"
+            warn(f"step {candidate} cannot be restored: {problem}. Trying {then}.")
+        named = sorted({n for n, _ in copies})
         raise FileNotFoundError(f"`{self.directory}` has no step that can be restored. It has {_listed(named)}.")
-
-
-def folder_of(directory: pathlib.Path, step: int) -> pathlib.Path:
-    """The folder of a step."""
-    return directory / f"{step:08d}"
-
-
-def steps_in(directory: pathlib.Path) -> list[int]:
-    """The steps that a directory has, damaged or not, in order."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
 
 
 def _check_processes(mesh: Mesh) -> None:
@@ -392,121 +384,3 @@ def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manife
             portable.warn_of_new_compression()
     pipe._fix_cut(program)
     return hyperparams.begun_anew(state, _layout.first_hyperparams(layout))
-
-
-# -- Writing
-
-
-class _Writing:
-    """A save that goes on in threads.
-
-    Args:
-      directory: the directory of the checkpoints.
-      manifest: the manifest without the files.
-      arrays: name -> array.
-      keep: see `Checkpoints`.
-      damaged: folders of damaged steps, which are deleted once this one is whole.
-    """
-
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        manifest: Manifest,
-        arrays: dict[str, jax.Array],
-        keep: int | None,
-        damaged: Sequence[pathlib.Path],
-    ):
-        self._directory, self._manifest, self._keep = directory, manifest, keep
-        self._damaged = damaged
-        self._folder = folder_of(directory, manifest.step)
-        self._unfinished = self._folder.with_suffix(_SAVING)
-        self._error: BaseException | None = None
-        self._leads = jax.process_index() == 0
-        if self._leads:
-            directory.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(directory)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(without_tracebacks_of_threads())
-            self._checkpointer = _arrays.save(self._unfinished, arrays)
-            self._quiet = stack.pop_all()
-        self._thread = threading.Thread(target=self._finish, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._error is not None:
-            raise OSError(
-                f"cannot save step {self._manifest.step} to `{self._directory}`: {reason(self._error)}"
-            ) from self._error
-
-    def _finish(self) -> None:
-        try:
-            with self._quiet:
-                try:
-                    self._checkpointer.wait_until_finished()
-                finally:
-                    self._checkpointer.close()
-            files = self._checksums()
-            if self._leads:
-                dataclasses.replace(self._manifest, files=files).write(self._unfinished)
-                _sync(*self._unfinished.rglob("*"), self._unfinished)
-                replaced = [self._folder] if self._folder.exists() else []
-                unnamed = _unname([*replaced, *self._damaged])
-                self._unfinished.rename(self._folder)
-                # After a power cut the name is there, or the steps before still are.
-                _sync(self._directory)
-                _restarts.tell(_restarts.SAVED, str(self._manifest.step))
-                unnamed += _unname(self._too_old())
-                for folder in unnamed:
-                    shutil.rmtree(folder)
-        except BaseException as error:
-            self._error = error
-            if self._leads:  # it takes space, and may be why the disk is full
-                shutil.rmtree(self._unfinished, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):
-                    leave_checksums(self._unfinished, jax.process_index(), {})
-
-    def _checksums(self) -> dict[str, list[int]]:
-        """The checksums of all files, in process 0. The others leave theirs for it."""
-        process, names = jax.process_index(), files_of(self._unfinished)
-        names_by_process = _arrays.files_by_process(names)
-        sums = checksums(self._unfinished, names_by_process.pop(process))
-        if not self._leads:
-            leave_checksums(self._unfinished, process, sums)
-            return sums
-        for other in names_by_process:
-            wait = _arrays.TIMEOUT_SECONDS
-            sums |= take_checksums(self._unfinished, other, wait)
-        return sums
-
-    def _too_old(self) -> list[pathlib.Path]:
-        steps = steps_in(self._directory)
-        old = steps[: -self._keep] if self._keep else []
-        return [folder_of(self._directory, step) for step in old]
-
-
-def _sync(*paths: pathlib.Path) -> None:
-    """Waits until files are on the disk; of folders, the names in them."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _unname(steps: Sequence[pathlib.Path]) -> list[pathlib.Path]:
-    """Removes the names of steps that are about to be deleted, so that no step is listed without its files."""
-    unnamed = []
-    for folder in steps:
-        shutil.rmtree(folder.with_suffix(_DELETING), ignore_errors=True)
-        unnamed.append(folder.rename(folder.with_suffix(_DELETING)))
-    return unnamed
-
-
-def _remove_leftovers(directory: pathlib.Path) -> None:
-    """Removes the files of saves and deletions that were cut off."""
-    for path in directory.iterdir():
-        if path.suffix in (_SAVING, _DELETING) and path.stem.isdecimal():
-            shutil.rmtree(path, ignore_errors=True)
