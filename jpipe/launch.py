@@ -176,7 +176,8 @@ def _checked(options: argparse.Namespace) -> dict[int, list[str]]:
         count = int(number)
         if not least <= count < n:
             raise ValueError(
-                f"--layout is for fewer than {n} processes and at least --min-processes={least}, got {shown(text)}"
+                f"--layout is for fewer than {n} processes and at least --min-processes={least}, got {shown(text)}. "
+                "--min-processes is the smallest number that goes on."
             )
         if count in layouts:
             raise ValueError(f"--layout must be given once for {count} processes, got {shown(text)} too")
