@@ -34,6 +34,8 @@ _EXCHANGES = {"forward": "exchange", "backward": "gradient_exchange", "weight_gr
 _SUMS = {"forward": "sums", "backward": "gradient_sums", "weight_grad": "weight_sums"}
 """The same for the collectives that compute never hides."""
 
+_COLLECTIVES = (*_EXCHANGES.values(), *_SUMS.values())
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
@@ -123,7 +125,7 @@ class Costs:
           ValueError: if a cost is an array for another number of stages.
         """
         costs: dict[str, np.ndarray] = {}
-        for name in (*_KINDS, "fused_backward", *_EXCHANGES.values(), *_SUMS.values(), "update", *TRANSFERS.values()):
+        for name in (*_KINDS, "fused_backward", *_COLLECTIVES, "update", *TRANSFERS.values()):
             cost = getattr(self, name)
             if cost is None:
                 costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
@@ -237,7 +239,7 @@ def simulate(
             "program on all devices, the second one program per device."
         )
     stage_costs = costs.of_stages(schedule.num_stages)
-    exchanges = any(stage_costs[name].any() for name in (*_EXCHANGES.values(), *_SUMS.values()))
+    exchanges = any(stage_costs[name].any() for name in _COLLECTIVES)
     if mode == "dependencies" and any((costs.num_cores, costs.tick, costs.jitter, exchanges)):
         raise ValueError(
             "`num_cores`, `tick`, `jitter`, `exchange` and `sums` are costs of devices in lockstep, got "
@@ -334,8 +336,10 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
-    exposed = _exposed(schedule, length, costs.overlaps)
-    transfer += (work + exposed).max(axis=1) - work.max(axis=1)
+    exposed = np.zeros((T, D))
+    if any(length[name].any() for name in _COLLECTIVES):
+        exposed = _exposed(schedule, length, costs.overlaps)
+        transfer += (work + exposed).max(axis=1) - work.max(axis=1)
     for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
         computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
