@@ -38,7 +38,7 @@ def with_cast_weights(spec: PassSpec, arrays: Record) -> Record:
     if not spec.lowered.target.casts_once:
         return arrays
     sources = {"constants": arrays.constants, **_sources(arrays)}
-    return arrays.replace(cast_weights={use: _cast(spec, source) for use, source in sources.items()})
+    return arrays.replace(cast_weights=_cast(spec, sources))
 
 
 def recasts(spec: PassSpec) -> bool:
@@ -53,8 +53,7 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
         return arrays
     sources = _sources(arrays)
     if spec.ties or spec.schedule.has_copies:  # weights of other lanes have changed too
-        new = {use: _cast(spec, source) for use, source in sources.items()}
-        return arrays.replace(cast_weights={**arrays.cast_weights, **new})
+        return arrays.replace(cast_weights={**arrays.cast_weights, **_cast(spec, sources)})
 
     def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
         lead = device.lead("parameters", lane.row)
@@ -68,8 +67,8 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
 
         cast = written.cast_weights
         new = {
-            use: {part.name: row(source, part, cast[use][part.name]) for part in _parts(spec, source)}
-            for use, source in sources.items()
+            use: {part.name: row(sources[use], part, cast[use][part.name]) for part in parts}
+            for use, parts in _parts(spec, sources).items()
         }
         return written.replace(cast_weights={**cast, **new})
 
@@ -93,9 +92,10 @@ class WeightReader(NamedTuple):
         newest = weight_pass if weight_pass in read.read_parameters else "parameters"
         sources = {"constants": read.constants, newest: _sources(read)[newest]}
         copies: dict[str, list[tuple[_Part, jax.Array]]] = {}
-        for use, cast in read.cast_weights.items():
-            for part in _parts(spec, sources.get(use, {})):
-                copies.setdefault(part.array, []).append((part, cast[part.name]))
+        cast = {use: source for use, source in sources.items() if use in read.cast_weights}
+        for use, parts in _parts(spec, cast).items():
+            for part in parts:
+                copies.setdefault(part.array, []).append((part, read.cast_weights[use][part.name]))
         return cls({**sources["constants"], **sources[newest]}, copies)
 
     def read(self, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
@@ -152,24 +152,31 @@ class _Part(NamedTuple):
         return lax.slice_in_dim(array, self.start, self.stop, axis=1)
 
 
-def _cast(spec: PassSpec, source: Packed) -> Packed:
-    """The copies of arrays that layers cast to fewer bytes."""
+def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
+    """The copies of arrays that layers cast to fewer bytes, by their use."""
     dtype: Any = spec.numbers.compute_dtype
-    return {part.name: part.of(source[part.array]).astype(dtype) for part in _parts(spec, source)}
+    return {
+        use: {part.name: part.of(sources[use][part.array]).astype(dtype) for part in parts}
+        for use, parts in _parts(spec, sources).items()
+    }
 
 
-def _parts(spec: PassSpec, source: Packed) -> list[_Part]:
-    """The parts of some arrays that have copies."""
-    dtype, leaves = spec.numbers.compute_dtype, _parts_of_leaves(spec)
-    names = [
-        name
-        for name, a in source.items()
-        if dtype is not None
-        and jnp.issubdtype(a.dtype, jnp.floating)
-        and a.dtype.itemsize > dtype.itemsize
-        and not packing.is_on_host(a)
-    ]
-    return [part for name in names for part in leaves.get(name, [_Part(name, 0, source[name].shape[1])])]
+def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[_Part]]:
+    """The parts of some arrays that have copies, by the use of the arrays."""
+    dtype = spec.numbers.compute_dtype
+    leaves = _parts_of_leaves(spec) if sources and dtype is not None else {}
+    return {
+        use: [
+            part
+            for name, a in source.items()
+            if dtype is not None
+            and jnp.issubdtype(a.dtype, jnp.floating)
+            and a.dtype.itemsize > dtype.itemsize
+            and not packing.is_on_host(a)
+            for part in leaves.get(name, [_Part(name, 0, a.shape[1])])
+        ]
+        for use, source in sources.items()
+    }
 
 
 def _parts_of_leaves(spec: PassSpec) -> dict[str, list[_Part]]:
