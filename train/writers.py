@@ -80,7 +80,7 @@ PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", 
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuses names that are those of no writer.
+    """Refuses names that are those of no writer, and names twice.
 
     Raises:
       ValueError: says which.
@@ -88,6 +88,8 @@ def check_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in PACKAGES:
             raise ValueError(f"`log` must name {', '.join(PACKAGES)}, got {name!r}.{did_you_mean(name, PACKAGES)}")
+        if names.count(name) > 1:
+            raise ValueError(f"`log` names {name} twice. Name each writer once.")
 
 
 def check_packages(names: Sequence[str]) -> None:

@@ -78,6 +78,7 @@ class NameMap:
 
     Raises:
       ValueError: if a rule has other `{}` on one side than on the other.
+      TypeError: if `rules` has something else than `NameRule`, or `ignored` is no list of names.
     """
 
     rules: Sequence[NameRule]
@@ -85,7 +86,11 @@ class NameMap:
     prefix: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.ignored, str) or not all(isinstance(name, str) for name in self.ignored):
+            raise TypeError(f"`ignored` must be a list of published names, got {self.ignored!r}.")
         for rule in self.rules:
+            if not isinstance(rule, NameRule):
+                raise TypeError(f"`rules` must be a list of jpipe.NameRule(published, model), got {rule!r} in it.")
             if rule.published.count("{}") != rule.model.count("{}"):
                 raise ValueError(
                     f"the rule from {rule.published!r} to {rule.model!r} must have as many {{}} on one side as on the "

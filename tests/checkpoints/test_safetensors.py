@@ -234,6 +234,10 @@ def test_wrong_arguments_are_refused_before_a_file_is_written(tmp_path):
     ):
         with refused("`names` is for safetensors files, got the file 'a.msgpack'"):
             call()
+    with pytest.raises(TypeError, match=r"`rules` must be a list of jpipe.NameRule\(published, model\), got 'a' in it"):
+        NameMap({"a": "b"})
+    with pytest.raises(TypeError, match="`ignored` must be a list of published names, got 'a'"):
+        NameMap([], ignored="a")
     with refused(r"the rule from 'a.\{\}' to 'b' must have as many \{\}"):
         NameRule("a.{}", "b"), NameMap([NameRule("a.{}", "b")])
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,9 @@
 import functools
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import log_of
+from processes.launching import ROOT
 
 import jpipe
 from train import flags
@@ -153,6 +158,34 @@ def test_a_run_with_a_stream_is_resumed(module, tmp_path):
             step.rmdir()
     assert main(["--resume", str(parted)]) == 0
     assert losses(parted) == losses(whole)
+
+
+@pytest.mark.exhaustive
+def test_processes_share_the_rows_of_a_stream(module, tmp_path):
+    """Two processes with replicas, then one with two stages: the losses are those of one process all the way."""
+    words = ["model=MLP", "model.widths=8,8", f"data=grain:{module}:stream", f"data.test={module}:ends", "batch_size=8"]
+    words += ["pipeline.num_stages=2", "pipeline.num_microbatches=2", "checkpoint.every=2", "log_every=1"]
+    words = [f"--config.{word}" for word in words]
+
+    def losses(folder, num_processes, *arguments):
+        path = os.pathsep.join([str(ROOT), str(tmp_path)])
+        launched = ["-m", "jpipe.launch", "-n", str(num_processes), "--devices", str(2 * num_processes)]
+        done = subprocess.run(
+            [sys.executable, *launched, str(ROOT / "train" / "train.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": ""},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        return [record["loss"] for record in log_of(folder) if "loss" in record]
+
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    first = ["--config", "quickstart", *words]
+    losses(parted, 2, *first, "--config.num_steps=4", "--config.mesh.data=2", f"--config.run_dir={parted}")
+    again = ["--resume", str(parted), "--config.num_steps=8", "--config.mesh.data=1"]
+    want = losses(whole, 1, *first, "--config.num_steps=8", f"--config.run_dir={whole}")
+    np.testing.assert_allclose(losses(parted, 1, *again), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

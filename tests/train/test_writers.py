@@ -174,6 +174,7 @@ def test_the_package_wandb(tmp_path):
     "names, message",
     [
         (["wandbb"], "`log` must name tensorboard, wandb, mlflow, got 'wandbb'. Did you mean 'wandb'?"),
+        (["wandb", "wandb"], "`log` names wandb twice"),
         (["none"], "got 'none'"),
     ],
 )
