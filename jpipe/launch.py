@@ -18,6 +18,7 @@ left out if `--min-processes` allows it: it ends with exit code 74, or twice in 
 import argparse
 import contextlib
 import os
+import pathlib
 import shlex
 import shutil
 import signal
@@ -182,6 +183,9 @@ def _checked(options: argparse.Namespace) -> dict[int, list[str]]:
         if count in layouts:
             raise ValueError(f"--layout must be given once for {count} processes, got {shown(text)} too")
         layouts[count] = shlex.split(words)
+    script = pathlib.Path(options.script)
+    if not options.module and not (script.is_file() or (script / "__main__.py").is_file()):
+        raise ValueError(f"there is no script `{script}`. Relative paths start at `{pathlib.Path.cwd()}`.")
     return layouts
 
 

@@ -162,6 +162,7 @@ def test_devices_that_cannot_be_shared_out(n, devices, environment, message):
         (["-n", "3", "--restarts", "2", "--min-processes", "2", "--layout", "1: -s 1"], "at least --min-processes=2"),
         (["-n", "3", "--restarts", "2", "--min-processes", "1", *["--layout", "2: -s 1"] * 2], "must be given once"),
         (["-n", "3", "--restarts", "2", "--min-processes", "1", "--layout", '2: "a'], "No closing quotation"),
+        (["-n", "2"], "there is no script `script.py`"),
     ],
 )
 def test_wrong_options(words, message, capsys):

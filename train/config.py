@@ -576,6 +576,11 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.every is not None:
             _check(self.every >= 1, self, "every", "must be at least 1")
+        elif self.memory:
+            raise ValueError(
+                "`checkpoint.memory` keeps the newest checkpoint in memory, and this run would have none. Add "
+                "`--config.checkpoint.every=STEPS`."
+            )
         _check(self.keep >= 1, self, "keep", "must be at least 1")
 
     def open(self, run_dir: pathlib.Path) -> jpipe.Checkpoints:

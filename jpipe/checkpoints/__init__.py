@@ -112,6 +112,8 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike, keep: int | None = 3, *, memory: bool = False):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"`keep` must be a number of steps, at least 1, or None, got {shown(keep)}.")
+        if not isinstance(memory, bool):
+            raise ValueError(f"`memory` must be True or False, got {shown(memory)}.")
         # Orbax needs an absolute path.
         self.directory = pathlib.Path(os.path.abspath(local_path(directory, "directory")))
         self.keep = keep

@@ -13,6 +13,7 @@ from layouts import batches, pipeline, trained
 import jpipe
 from jpipe import schedules
 from jpipe._processes import restarts as _restarts
+from train.config import CheckpointConfig
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +103,10 @@ def test_without_a_launcher_nothing_is_kept(small, tmp_path, monkeypatch):
     monkeypatch.setenv(_restarts.FOLDER, str(tmp_path))  # on a disk
     with pytest.warns(UserWarning, match="`memory=True` keeps nothing"):
         assert jpipe.Checkpoints(tmp_path, memory=True).steps() == [1]
+
+
+def test_wrong_words(tmp_path):
+    with pytest.raises(ValueError, match="`memory` must be True or False, got 'yes'"):
+        jpipe.Checkpoints(tmp_path, memory="yes")
+    with pytest.raises(ValueError, match="`checkpoint.memory` keeps the newest checkpoint.*`--config.checkpoint.every"):
+        CheckpointConfig(memory=True)
