@@ -41,6 +41,7 @@ _MODULE_OF = {
     "NameMap": "jpipe.checkpoints",
     "NameRule": "jpipe.checkpoints",
     "Schedule": "jpipe.schedule",
+    "Bottleneck": "jpipe.layers.boundary_layers",
     "MessageRecord": "jpipe.engine.traffic",
     "Offload": "jpipe.stages.offload",
     "ShardRecord": "jpipe.costs",
@@ -59,6 +60,7 @@ _MODULE_OF = {
     "report_weights": "jpipe.layers.report",
     "save_params": "jpipe.checkpoints",
     "skip": "jpipe.layers.layer",
+    "with_boundary_layers": "jpipe.layers.boundary_layers",
     "with_lora": "jpipe.layers.lora",
     "stage_end": "jpipe.segments.forced",
 }
@@ -95,6 +97,8 @@ if TYPE_CHECKING:
     from jpipe.engine.traffic import MessageRecord as MessageRecord
     from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
     from jpipe.layers.batch_norm import minibatch_mean as minibatch_mean
+    from jpipe.layers.boundary_layers import Bottleneck as Bottleneck
+    from jpipe.layers.boundary_layers import with_boundary_layers as with_boundary_layers
     from jpipe.layers.layer import NNX as NNX
     from jpipe.layers.layer import Function as Function
     from jpipe.layers.layer import InitApply as InitApply

@@ -10,6 +10,7 @@ The packages `build` and `twine` do the work: the extra `release`.
 """
 
 import argparse
+import importlib.util
 import pathlib
 import re
 import shutil
@@ -88,6 +89,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.address is not None and not re.fullmatch(r"https://\S+[^/\s]", args.address):
         parser.error(f"`--address` must begin with https:// and end without a slash, got {args.address!r}.")
+    missing = [name for name in ("build", "twine") if importlib.util.find_spec(name) is None]
+    if missing:
+        parser.error(f"needs the packages {' and '.join(missing)}. `make dist` installs them.")
     for path in build(args.out, args.address):
         print(path)
     return 0
