@@ -58,6 +58,8 @@ GRADIENTS, MESSAGES = (
 )
 RANKS = 1, 2, 4, 9, 10
 """The smallest matrix of the ResNet, its stem, has a full rank of 9, that of the GPT one above 10."""
+WIDTHS = 2, 4, 8, 16
+"""Numbers that trained layers at the boundary leave of 32 channels of the ResNet, or of 64 of the GPT."""
 SETTINGS = {
     "plain": [],
     **{
@@ -85,13 +87,14 @@ SETTINGS = {
             "DCT 2 %": "threshold:density=0.02,room=1.2,every=100",
         }.items()
     },
+    **{f"messages bottleneck {width}": [] for width in WIDTHS},
 }
 
 
 def settings_of(task: str) -> list[str]:
     """The settings that a task takes by default."""
-    left_out = "10" if task != "gpt" else "9"
-    names = [name for name in SETTINGS if name.rsplit(" ", 1)[-1] != left_out]
+    left_out = ("10", "bottleneck 16") if task != "gpt" else ("9", "bottleneck 2")
+    names = [name for name in SETTINGS if not name.endswith(tuple(f" {end}" for end in left_out))]
     if task == "gpt":
         return names
     # The digits' ResNet has one dense layer, its last one.
@@ -111,8 +114,11 @@ def train(task: str, setting: str, seeds: list[int], steps: int, extra: list[str
         argv += [f"--config.run_dir={folder}/run", *extra]
         run = script.prepare(argv, until_end)
         pipe, rows = run.pipe, run.config.batch_size
+        if "bottleneck" in setting:
+            pipe = narrowed(run, int(setting.rsplit(" ", 1)[-1]))
         what = "activation" if setting.startswith("messages") else "weights"
         records = [r for r in pipe.messages(run.batch) if r.what == what]
+        sent = next(r.plain_bytes for r in reversed(run.pipe.messages(run.batch)) if r.what == what)
         memory = pipe.memory(run.batch)
         for seed in seeds:
             state = pipe.init(jax.random.key(seed), run.batch)
@@ -132,7 +138,7 @@ def train(task: str, setting: str, seeds: list[int], steps: int, extra: list[str
                     "seed": seed,
                     "steps": steps,
                     "extra": extra,
-                    "ratio": records[-1].ratio,
+                    "ratio": sent / records[-1].num_bytes,
                     "gradient_bytes": memory.gradients + memory.compression,
                     "losses": losses,
                     "compression": {name: float(a) for name, a in counts.items()},
@@ -142,6 +148,19 @@ def train(task: str, setting: str, seeds: list[int], steps: int, extra: list[str
         run.checkpoints.close()
     jax.clear_caches()
     return results
+
+
+def narrowed(run, width: int):
+    """The pipeline of a run with trained layers at its boundaries, which stay between the same layers."""
+    import jpipe
+
+    mesh = run.config.mesh.make(run.pipe.schedule)
+    starts = [record.layers[0] for record in run.partition[1:]]
+    layers, boundaries = jpipe.with_boundary_layers(
+        run.config.weights.layers(), starts, jpipe.Bottleneck(width), run.batch["inputs"]
+    )
+    options = run.config.options_of_pipeline(mesh) | {"boundaries": boundaries}
+    return jpipe.Pipeline(layers, schedule=run.pipe.schedule, **options)
 
 
 def table(runs: list[dict]) -> str:
