@@ -10,6 +10,7 @@
     scale_by_basis_rotation  Adam in the eigenbasis of the gradient's covariances
     compensate_delay      DC-ASGD: a Taylor step by the weights that the gradient was computed at
     error_feedback        adds what the last update should have been, behind Adam or Muon
+    diagnose_delay        keeps the angle between updates, the discrepancy of weights, and the curvature
     ema_weights           an average of the weights, which `averaged_params` reads
 
 Delays are counted in updates of the weights. A pipeline passes every stage its own as extra
@@ -45,6 +46,7 @@ from jpipe.optim.declarations import (
     reads_state,
     requested_extra_args,
 )
+from jpipe.optim.diagnose_delay import delay_diagnostics, diagnose_delay
 from jpipe.optim.ema_weights import averaged_params, ema_weights
 from jpipe.optim.error_feedback import error_feedback
 from jpipe.optim.master_weights import master_weights
@@ -65,6 +67,8 @@ __all__ = [
     "compensate_delay",
     "correct_discrepancy",
     "corrected_params",
+    "delay_diagnostics",
+    "diagnose_delay",
     "ema_weights",
     "error_feedback",
     "largest_curvature",
