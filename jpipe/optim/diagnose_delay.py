@@ -123,7 +123,7 @@ def diagnose_delay(
             )
         moved, inner = optimizer.update(updates, state.inner, params, **extra_args)
         last = state.last
-        pairs = {}
+        pairs: dict[str, tuple[Any, Any]] = {}
         if "angle" in quantities:
             pairs |= {
                 "update": (moved, moved),
