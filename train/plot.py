@@ -148,6 +148,8 @@ def _diagnostics(records: list[dict]) -> dict[str, list[_Curve]]:
     """The panels of late gradients: one line a stage, from dark at stage 0 to light at the last."""
     lines = [(record["step"], record["diagnostics"]) for record in records if record.get("diagnostics")]
     panels: dict[str, list[_Curve]] = {}
+    if all(values.get("forward_discrepancy") == values.get("backward_discrepancy") for _, values in lines):
+        lines = [(step, {n: v for n, v in values.items() if n != "backward_discrepancy"}) for step, values in lines]
     for name, title in _DIAGNOSTICS.items():
         numbers = sorted({int(s) for _, values in lines for s in values.get(name, {})})
         for s in numbers:

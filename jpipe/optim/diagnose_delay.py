@@ -48,8 +48,11 @@ def diagnose_delay(
         discrepancy   |w_t - w_{t - tau}|, and the same of the weights that the backward read
         curvature     |g_t - g_{t-1}| / |w_{t - tau} - w_{t - 1 - tau}|
 
-    A cosine below 0 says that an update takes back a part of the last one. Late gradients make weights oscillate before
-    they make them diverge, with a period of several times the delay, so at long delays it stays positive for longer.
+    A cosine below 0 says that an update takes back a part of the last one. At the border of the stable range, gradient
+    descent with late gradients swings with a period of 4 tau + 2 updates: the roots in lemma 1 of PipeMare are
+    exp(+-i pi / (2 tau + 1)). There the cosine is about cos(pi / (2 tau + 1)): -1 without delay, 0.5 at one update, and
+    near 1 at many, where weights overshoot for a long time before they turn.
+
     The discrepancy is how far the weights have moved while a gradient was under way. The curvature is a secant: the
     mean of the Hessian along the movement, so a lower bound of its largest eigenvalue, were both gradients of the same
     examples. Noise of minibatches makes it larger, by about |noise| / |movement|.

@@ -122,6 +122,11 @@ def test_what_is_given_beside_the_switch_wins():
         ),
         ("2bw-muon", ["pipeline.schedule_file=a.txt"], "`pipeline.schedule_file` takes the place of a schedule"),
         ("2bw-muon", ["pipeline.num_stages=9"], "Use 8 or more. Or choose pipedream-muon, with the same optimizer."),
+        (
+            "2bw-muon",
+            ["diagnostics=angel"],
+            "the diagnostics must be some of angle, discrepancy, curvature, got 'angel'",
+        ),
         ("2bw-muon", ["pipeline.options.max_delay=1"], "pipedream_2bw has no option 'max_delay'"),
     ],
 )
@@ -190,6 +195,7 @@ def test_diagnostics_are_in_the_log_for_each_stage(tmp_path, capsys):
         "model.dim=8", "model.num_heads=2", "model.num_blocks=2", "data.seq_len=16", "pipeline.num_stages=4",
         "pipeline.delays=5,2,1,0", "batch_size=2", "num_steps=6", "log_every=3", "optimizer.annealing_steps=10",
         "optimizer.warmup_steps=1", f"data.path={text}", f"run_dir={tmp_path / 'run'}", "log=tensorboard",
+        "optimizer.name=sgd",
         "diagnostics=angle,discrepancy,curvature",
     ]  # fmt: skip
     assert main(["--config", "asynchronous_gpt", *(f"--config.{word}" for word in words)]) == 0
