@@ -12,7 +12,7 @@ import optax
 
 from jpipe._util.suggest import did_you_mean, suggests
 from jpipe.optim.declarations import Declaration
-from jpipe.optim.delays import delay_of
+from jpipe.optim.delays import delay_of, spread
 
 QUANTITIES = ("angle", "discrepancy", "curvature")
 """What `diagnose_delay` can keep."""
@@ -24,7 +24,8 @@ class DiagnoseDelayState(NamedTuple):
     Attributes:
       inner: the state of the optimizer.
       last: quantity -> what the next update is compared with, trees like the weights.
-      delay_facts: "num_updates", int32; "delay" and "backward_delay", in updates.
+      delay_facts: "num_updates", int32; "delay" and "backward_delay", in updates, trees with one number for
+        each weight, so that layers of unlike delays can come to one stage.
       delay_sums: name -> a tree with one number for each weight, float32. Those of a stage are added up.
     """
 
@@ -108,12 +109,15 @@ def diagnose_delay(
             last["update"] = optax.tree.zeros_like(params)
         if "curvature" in quantities:
             last |= {"gradient": optax.tree.zeros_like(params), "weights": optax.tree.zeros_like(params)}
-        zero = jnp.zeros([], jnp.float32)
+
+        def zeros(params: Any) -> Any:
+            return jax.tree.map(lambda p: jnp.zeros([], jnp.float32), params)
+
         return DiagnoseDelayState(
             optimizer.init(params),
             last,
-            {"num_updates": jnp.zeros([], jnp.int32), "delay": zero, "backward_delay": zero},
-            {name: jax.tree.map(lambda p: zero, params) for name in sums},
+            {"num_updates": jnp.zeros([], jnp.int32), **{name: zeros(params) for name in _DELAYS}},
+            {name: zeros(params) for name in sums},
         )
 
     def update(updates: Any, state: DiagnoseDelayState, params: Any = None, **extra_args: Any) -> tuple:
@@ -145,8 +149,8 @@ def diagnose_delay(
         delay = delay_of(None, extra_args, "diagnose_delay")
         facts = {
             "num_updates": optax.safe_increment(state.delay_facts["num_updates"]),
-            "delay": jnp.asarray(delay, jnp.float32),
-            "backward_delay": jnp.asarray(extra_args.get("backward_delay", delay), jnp.float32),
+            "delay": spread(_as_float32(delay), updates),
+            "backward_delay": spread(_as_float32(extra_args.get("backward_delay", delay)), updates),
         }
         sums_now = {name: jax.tree.map(_product, *pairs[name]) for name in sums}
         return moved, DiagnoseDelayState(inner, last, facts, sums_now)
@@ -160,6 +164,13 @@ _SUMS = {
     "curvature": ("gradient_change", "weights_change"),
 }
 """Quantity -> the sums that it follows from."""
+
+
+_DELAYS = ("delay", "backward_delay")
+
+
+def _as_float32(delay: Any) -> Any:
+    return jax.tree.map(lambda number: jnp.asarray(number, jnp.float32), delay)
 
 
 def _wide(a: jax.Array) -> jax.Array:
@@ -176,11 +187,11 @@ def _product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @suggests
-def delay_diagnostics(state: DiagnoseDelayState) -> dict[str, np.ndarray]:
+def delay_diagnostics(state: Any) -> dict[str, np.ndarray]:
     """The diagnostics in a state of `diagnose_delay`, of all of its weights together.
 
     Args:
-      state: the state that the update of `diagnose_delay` returned.
+      state: the `DiagnoseDelayState` that the update of `diagnose_delay` returned.
 
     Returns:
       Name -> number: "num_updates"; "delay" and "backward_delay", in updates; and of the quantities that are kept
@@ -188,14 +199,15 @@ def delay_diagnostics(state: DiagnoseDelayState) -> dict[str, np.ndarray]:
       such as before the second update.
     """
     totals = {name: sum(map(np.asarray, jax.tree.leaves(tree))) for name, tree in state.delay_sums.items()}
-    return quantities_from(state.delay_facts, totals)
+    facts = {name: np.asarray(jax.tree.leaves(tree)[0]) for name, tree in state.delay_facts.items()}
+    return quantities_from(facts, totals)
 
 
 def quantities_from(facts: Mapping[str, Any], sums: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The numbers of `delay_diagnostics`, element by element.
 
     Args:
-      facts: those of a `DiagnoseDelayState`.
+      facts: name -> one of the numbers of `DiagnoseDelayState.delay_facts`, which are equal on a stage.
       sums: name -> the sum over weights of its `delay_sums`.
     """
     values = {name: np.asarray(value, np.float64) for name, value in facts.items()}

@@ -72,8 +72,7 @@ def pipeline(weights, schedule, **options):
         loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
         optimizer=diagnose_delay(optax.sgd(RATE, momentum=MOMENTUM)),
         schedule=schedule,
-        boundaries=[1, 2],
-        **options,
+        **{"boundaries": [1, 2], **options},
     )
 
 
@@ -126,6 +125,21 @@ def test_replicas_that_share_the_update_keep_the_same_numbers():
         found.append(pipe.get_diagnostics(state))
     for key, value in found[0].items():
         np.testing.assert_allclose(found[1][key], value, rtol=1e-4, err_msg=key)
+
+
+def test_layers_of_unlike_delays_can_come_to_one_stage():
+    weights, batches = data()
+    pipe, other = (pipeline(weights, SCHEDULES.pipedream(S, 1), boundaries=[*range(1, S)]) for S in (3, 2))
+    state = pipe.init(jax.random.key(0), batches[0])
+    for batch in batches[:3]:
+        state, _ = pipe.step(state, batch)
+    state = other.adopt(pipe.flush(state)[0])
+    np.testing.assert_array_equal(other.get_diagnostics(state)["num_updates"], [3, 3])
+    for batch in batches[3:5]:
+        state, _ = other.step(state, batch)
+    values = other.get_diagnostics(other.flush(state)[0])
+    np.testing.assert_array_equal(values["num_updates"], [5, 5])
+    np.testing.assert_array_equal(values["delay"], [1, 0])
 
 
 def test_a_backward_between_both_is_not_known():
