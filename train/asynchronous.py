@@ -209,8 +209,7 @@ def applied(config: TrainConfig, name: str, given: Mapping[str, Any] | None = No
 
     Args:
       config: the configuration: the model, the data, the numbers of stages, microbatches and steps, and the learning
-      rate
-        of AdamW, or of the method's optimizer.
+        rate of AdamW, or of the method's optimizer.
       name: the method, one of `METHODS`.
       given: see `Method.applied`.
 
