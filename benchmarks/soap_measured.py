@@ -108,19 +108,20 @@ def attention():
 
 
 def pooled():
-    """Dense layers on every position, and two large ones on the mean of all positions: many activations, then many
+    """Dense layers on every position, and larger ones on the mean of all positions: first activations are large, then
     weights.
     """
-    dim, wide = 384, 8192
+    dim, wide = 192, 4096
 
     def loss(w, x, y):
         for kernel in w["positions"]:
             x = jax.nn.relu(x @ kernel)
         x = jax.nn.relu(x.mean(1) @ w["in"])
+        x = jax.nn.relu(x @ w["square"])
         return jnp.mean((x @ w["out"] - y) ** 2)
 
-    weights = {"positions": [(dim, dim)] * 4, "in": (dim, wide), "out": (wide, dim)}
-    return loss, weights, [(32, 64, dim), (32, dim)]
+    weights = {"positions": [(dim, dim)] * 6, "in": (dim, wide), "square": (wide, wide), "out": (wide, dim)}
+    return loss, weights, [(32, 256, dim), (32, dim)]
 
 
 MODELS = {"mlp": mlp, "convolutions": convolutions, "attention": attention, "pooled": pooled}
