@@ -266,15 +266,12 @@ def test_more_budget_never_finds_less(num_seeds, budgets):
 
 
 def test_bytes_that_cost_no_seconds_are_not_sent():
-    """A search from a strategy with needless transfers on fast links, against data parallelism."""
+    """On links so fast that transfers cost next to nothing, the result sends less than the fastest strategy."""
     graph = soap_graphs.lenet(64)
     machine = soap.Machine("fast links", (soap.Level(4, 1e13),), 1e10, 1e10, 1e-6)
-    options = dict(max_proposals=30, max_polish_proposals=2000, seed=0)
-    free = soap.search(graph, machine, **options)
-    data = soap.simulate(graph, machine, soap.data_parallel(graph, 4))
-    assert free.seconds <= 1.001 * free.fastest_seconds
-    assert free.simulated.sent_bytes <= soap.simulate(graph, machine, free.fastest).sent_bytes
-    assert data.seconds > 1.001 * free.fastest_seconds or free.simulated.sent_bytes <= data.sent_bytes
+    found = soap.search(graph, machine, max_proposals=30, max_polish_proposals=2000, seed=0)
+    assert found.fastest_seconds < found.seconds <= 1.001 * found.fastest_seconds
+    assert found.simulated.sent_bytes < soap.simulate(graph, machine, found.fastest).sent_bytes
 
 
 # -- Sets of devices that are not regular
