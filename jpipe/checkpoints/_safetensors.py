@@ -17,8 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jpipe._util.paths import replaced
 from jpipe._util.foreign import shown
+from jpipe._util.paths import replaced
 from jpipe._util.suggest import did_you_mean, suggests
 
 ENDING = ".safetensors"
