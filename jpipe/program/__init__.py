@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import sampled_checksum
-from jpipe.engine import traffic
+from jpipe.engine import outer, traffic
 from jpipe.engine.calls import call_bounded
 from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import in_all_versions, run_training
@@ -342,6 +342,19 @@ class Program:
         """The argument of `step` and `flush` that holds the table."""
         return self.engine.place_rows()
 
+    @functools.cached_property
+    def _outer_step(self) -> Callable[..., Any]:
+        def run(fragment: int | None, arrays: dict[str, Any]) -> dict[str, Any]:
+            return outer.outer_step(self.engine, fragment, arrays)
+
+        return jax.jit(run, static_argnums=0, donate_argnums=1 if self.settings.donate else ())
+
+    def outer_step(self, state: PipelineState, fragment: int | None) -> PipelineState:
+        """Brings learners together: see `jpipe.options.local_steps`."""
+        arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
+        with _watchdog.Phase("outer_step", _watchdog.LONG, self.settings.rows is not None):
+            return dataclasses.replace(state, **self._outer_step(fragment, arrays))
+
     def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
         """The metrics that `flush` returns where nothing was in flight."""
         loss = self.traced.loss
@@ -414,7 +427,7 @@ class Program:
         kept, in_flight, results = run_training(
             engine,
             PassInputs(
-                kept=state.kept(),
+                kept={name: a for name, a in state.kept().items() if name not in outer.OUTER},
                 in_flight=state.in_flight(),
                 counters=engine.counters(state.counters()),
                 num_entered=num_entered,

@@ -213,6 +213,7 @@ class Predictor:
             key_impl=key_impl,
             trained=self._training.lowered,
             numbers=settings.numbers,
+            local_steps=settings.communication.local_steps,
         )
 
 
