@@ -298,6 +298,16 @@ class Pipeline:
         self.compress_gradients = communication.compress_gradients
         self.accumulate_gradients = communication.accumulate_gradients
         self.local_steps = communication.local_steps
+        if communication.local_steps is not None:
+            shared = {
+                "shard_optimizer": communication.shard_optimizer,
+                "compress_gradients": communication.compress_gradients,
+                "accumulate_gradients": communication.accumulate_gradients,
+                "loss_scale": numbers.loss_scale,
+                "offload": offload,
+                "device_memory": device_memory,
+            }
+            communication.local_steps.check(self.mesh, schedule, shared)
         self._device_memory = check_device_memory(device_memory, offload, self.mesh)
         splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
         if model.number is None:
@@ -616,6 +626,8 @@ class Pipeline:
             microbatch = self._settings.microbatch(batch)
         program = self._program_of(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
+        if state.anchor:
+            portable.warn_of_learners()
         source = portable.to_portable(state, portable.layers_here(program))
         adopted = portable.from_portable(program, source, matching=optimizer == "matching")
         adopted = portable.with_compression_of(adopted, state)

@@ -1,12 +1,13 @@
 """The outer step: learners along "data" come together, see `jpipe.options.local_steps`."""
 
+import math
+
 import jax
 from jax import lax
 
 from jpipe.engine import layout as layouts
 from jpipe.engine.training import TrainingPass
 from jpipe.mesh import DATA, STAGE
-from jpipe.options.local_steps import StateLeaf
 
 Packed = dict[str, jax.Array]
 OUTER = ("anchor", "outer_state")
@@ -29,29 +30,28 @@ def outer_step(spec: TrainingPass, fragment: int | None, arrays: dict[str, Packe
     leaves = local_steps.state_leaves(shapes)
 
     def bring_together(k: int, arrays: dict[str, Packed]) -> dict[str, Packed]:
-        parts = {name: local_steps.part(k, a.shape[1]) for name, a in shapes.items()}
-        parts = {name: part for name, part in parts.items() if part.start < part.stop}
-
-        def index(leaf: StateLeaf) -> tuple:
-            return (k,) if leaf.weights is None else (slice(None), parts[leaf.weights])
-
-        def of_weights(field: str) -> dict[str, jax.Array]:
-            return {name: arrays[field][name][:, part] for name, part in parts.items()}
-
-        held = {i: leaf for i, leaf in leaves.items() if leaf.weights is None or leaf.weights in parts}
-        state = [arrays["outer_state"][i][index(leaf)] for i, leaf in held.items()]
-        after, state = local_steps.updated(of_weights("anchor"), lax.pmean(of_weights("parameters"), DATA), state)
-        weights = {
-            field: arrays[field] | {name: arrays[field][name].at[:, part].set(after[name]) for name, part in parts.items()}
-            for field in ("parameters", "anchor")
+        """The flat arrays after the outer step of a fragment."""
+        parts = {name: local_steps.part(k, math.prod(a.shape[1:])) for name, a in shapes.items()}
+        indices = {"parameters": {name: (slice(None), part) for name, part in parts.items()}}
+        indices["anchor"] = indices["parameters"]
+        indices["outer_state"] = {
+            i: (k,) if leaf.weights is None else indices["anchor"][leaf.weights] for i, leaf in leaves.items()
         }
-        moved = {i: arrays["outer_state"][i].at[index(leaf)].set(a) for (i, leaf), a in zip(held.items(), state)}
-        return {**weights, "outer_state": arrays["outer_state"] | moved}
+        taken = {field: {n: a[indices[field][n]] for n, a in packed.items()} for field, packed in arrays.items()}
+        mean = lax.pmean(taken["parameters"], DATA)
+        after, state = local_steps.updated(taken["anchor"], mean, list(taken["outer_state"].values()))
+        changed = {"parameters": after, "anchor": after, "outer_state": dict(zip(leaves, state, strict=True))}
+        return {
+            field: {n: a.at[indices[field][n]].set(changed[field][n]) for n, a in packed.items()}
+            for field, packed in arrays.items()
+        }
 
     def on_device(arrays: dict[str, Packed]) -> dict[str, Packed]:
+        # In whole numbers of rows fragments would be unlike: many arrays have one or two.
+        flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, arrays)
         for k in local_steps.fragments(fragment):
-            arrays = bring_together(k, arrays)
-        return arrays
+            flat = bring_together(k, flat)
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), flat, arrays)
 
     specs = {name: spec.layout[name].spec for name in FIELDS}
     body = jax.shard_map(

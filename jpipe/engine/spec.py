@@ -110,7 +110,7 @@ class PassSpec(abc.ABC):
 
     @property
     def local_steps(self) -> LocalSteps | None:
-        """See `StateFacts`."""
+        """See `StateFacts`. A prediction reads weights that all replicas have."""
         return None
 
     @property
@@ -256,11 +256,9 @@ class ForwardPass(PassSpec):
 
     Attributes:
       trained: the lowered table that trains the weights.
-      local_steps: see `StateFacts`.
     """
 
     trained: Lowered
-    local_steps: LocalSteps | None = None
 
     @property
     def state_table(self) -> Lowered:

@@ -61,10 +61,8 @@ class Communication(Options):
         gradients = _check_compress_gradients(compress_gradients, mesh, schedule, shard)
         exclude = {"compress_gradients": gradients, "shard_optimizer": shard}
         accumulate = _check_accumulate_gradients(accumulate_gradients, mesh, schedule, exclude)
-        if local_steps is not None:
-            if not isinstance(local_steps, LocalSteps):
-                raise ValueError(f"`local_steps` must be a jpipe.LocalSteps, got {shown(local_steps)}.")
-            local_steps.check(mesh, schedule, exclude | {"accumulate_gradients": accumulate})
+        if not isinstance(local_steps, LocalSteps | None):
+            raise ValueError(f"`local_steps` must be a `jpipe.LocalSteps`, got {shown(local_steps)}.")
         return cls(overlap, shard, messages, gradients, accumulate, local_steps)
 
     @property
@@ -96,7 +94,8 @@ class Communication(Options):
     @property
     def parts(self) -> dict[str, Any]:
         """See `Options`."""
-        return super().parts | {"compress_messages": tuple(self.compress_messages)}
+        local_steps = None if self.local_steps is None else self.local_steps.text
+        return super().parts | {"compress_messages": tuple(self.compress_messages), "local_steps": local_steps}
 
 
 def _check_replicas(argument: str, mesh: Mesh, schedule: Schedule) -> None:

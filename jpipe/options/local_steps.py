@@ -1,7 +1,7 @@
 """Replicas that train apart for some steps, and then agree: local SGD and DiLoCo."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,12 +71,24 @@ class LocalSteps:
             raise ValueError(
                 f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}."
             )
-        wrong = _not_elementwise(self.outer)
+        wrong = _first_other(self._traced.jaxpr)
         if wrong:
             raise ValueError(
                 f"`outer` must work element by element, and its update has `{wrong}`: the weights of all layers lie in "
                 "one vector, in which a norm or a product has no meaning. Take SGD, momentum or Adam."
             )
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        """The update of an array."""
+        weights = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+        state = jax.eval_shape(self.outer.init, weights)
+        return jax.make_jaxpr(self.outer.update)(weights, state, weights)
+
+    @property
+    def text(self) -> str:
+        """What it computes, for the comparison of two pipelines."""
+        return f"{self.num_fragments} {self._traced}"
 
     def check(self, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]) -> None:
         """Refuses a pipeline in which replicas cannot be apart.
@@ -106,7 +118,10 @@ class LocalSteps:
             raise ValueError("`local_steps` is for replicas along \"data\", and the schedule has copies of stages too.")
         for name, value in others.items():
             if value:
-                raise ValueError(f"`local_steps` and `{name}` exclude each other: learners exchange nothing in a step.")
+                raise ValueError(
+                    f"`local_steps` and `{name}` exclude each other: replicas share nothing in a step. Leave one of them "
+                    "out."
+                )
 
     def fragments(self, fragment: int | None) -> range:
         """The fragments that an outer step brings together.
@@ -122,9 +137,8 @@ class LocalSteps:
         return range(fragment, fragment + 1)
 
     def part(self, fragment: int, size: int) -> slice:
-        """The fragment of an axis; the last ones may be empty."""
-        length = math.ceil(size / self.num_fragments)
-        return slice(min(fragment * length, size), min((fragment + 1) * length, size))
+        """The fragment of so many numbers."""
+        return slice(fragment * size // self.num_fragments, (fragment + 1) * size // self.num_fragments)
 
     def state_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, StateLeaf]:
         """The leaves of the state of `outer`, by number."""
@@ -158,15 +172,8 @@ class LocalSteps:
         return weights, jax.tree.leaves(outer_state)
 
 
-def _not_elementwise(outer: optax.GradientTransformation) -> str:
-    """The name of a primitive of an update that does not work element by element; empty if there is none."""
-    weights = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    state = jax.eval_shape(outer.init, weights)
-    closed = jax.make_jaxpr(outer.update)(weights, state, weights)
-    return _first_other(closed.jaxpr)
-
-
 def _first_other(jaxpr: Any) -> str:
+    """The name of a primitive that does not work element by element; empty if there is none."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
