@@ -50,7 +50,7 @@ from jpipe.segments import model_of
 from jpipe.segments.placement import Placement
 from jpipe.stages.cut import check_boundaries
 from jpipe.stages.offload import Offload
-from jpipe.states import agreement, batch_shapes, hyperparams, portable
+from jpipe.states import agreement, batch_shapes, diagnostics, hyperparams, portable
 
 if TYPE_CHECKING:
     import jpipe  # names the types of satellites
@@ -680,6 +680,21 @@ class Pipeline:
         value of the last update. Every process must call it.
         """
         return hyperparams.values(self._adopted(state))
+
+    @public("get_diagnostics", _is_shared)
+    def get_diagnostics(self, state: PipelineState) -> dict[str, np.ndarray]:
+        """The numbers about late gradients that `jpipe.optim.diagnose_delay` keeps in the optimizer's state.
+
+        Args:
+          state: the training state, also with microbatches in flight. Every process must call it.
+
+        Returns:
+          Name -> `[S]`: those of `jpipe.optim.delay_diagnostics` at the last update of each stage.
+
+        Raises:
+          ValueError: if the optimizer keeps none.
+        """
+        return diagnostics.values(self._adopted(state))
 
     @public("with_hyperparams", _is_shared)
     def with_hyperparams(self, state: PipelineState, **values: Any) -> PipelineState:

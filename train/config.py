@@ -25,6 +25,7 @@ from jpipe._util.sizes import parse_size
 from jpipe.mesh import AXES, STAGE
 from jpipe.options import exclusions
 from models import Model
+from train import asynchronous as methods
 from train.data import Dataset
 from train.imported import Imported
 from train.instructions import Instructions
@@ -406,10 +407,10 @@ class OptimizerConfig:
     `learning_rate`. Muon's updates of a matrix are smaller than AdamW's at the same rate."""
     clip_norm: float | None = None
     """The largest norm of the gradient, over all stages. None: no clipping."""
-    annealing_steps: int | None = None
+    annealing_steps: int | Literal["lasting"] | None = None
     """Number of steps in which the learning rate of a stage with delayed gradients rises
     from learning_rate / delay to learning_rate: PipeMare's T1, for asynchronous
-    schedules. None: no such rise."""
+    schedules. "lasting": it stays learning_rate / delay. None: it is learning_rate."""
     discrepancy_decay: float | None = None
     """Decay D of PipeMare's T2, for asynchronous schedules: a backward reads an estimate
     of the weights that its forward read. None: a backward reads the current weights."""
@@ -439,7 +440,7 @@ class OptimizerConfig:
             _check(0 <= getattr(self, name) < 1, self, name, "must lie in [0, 1)")
         if self.clip_norm is not None:
             _check(self.clip_norm > 0, self, "clip_norm", "must be above 0")
-        if self.annealing_steps is not None:
+        if isinstance(self.annealing_steps, int):
             _check(self.annealing_steps > 0, self, "annealing_steps", "must be above 0")
         if self.discrepancy_decay is not None:
             D = self.discrepancy_decay
@@ -455,6 +456,11 @@ class OptimizerConfig:
                 _check(getattr(self, name) > 0, self, name, "must be above 0")
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
+
+    @property
+    def steps_of_rise(self) -> float:
+        """The steps in which the rates of late stages rise: 0 without T1, infinite where they do not."""
+        return math.inf if self.annealing_steps == "lasting" else self.annealing_steps or 0
 
     def learning_rate_schedule(self, num_steps: int, peak: Any = None) -> optax.Schedule:
         """A function from step to learning rate, for a run of `num_steps`.
@@ -520,8 +526,8 @@ class OptimizerConfig:
             chain.insert(0, jpipe.optim.compensate_delay(self.delay_compensation))
         if self.error_feedback is not None:
             chain.append(jpipe.optim.error_feedback(self.error_feedback))
-        if self.annealing_steps is not None:
-            chain.append(jpipe.optim.scale_by_delay(self.annealing_steps))
+        if self.steps_of_rise:
+            chain.append(jpipe.optim.scale_by_delay(self.steps_of_rise))
         if self.discrepancy_decay is not None:
             chain.append(jpipe.optim.correct_discrepancy(self.discrepancy_decay))
         if self.predict_weights:
@@ -633,6 +639,21 @@ class TrainConfig:
     its delay and the largest curvature of the loss at the first weights, with a warning if the
     configured rate exceeds it: lemma 1 of PipeMare. It takes some 50 times as long as a
     gradient, on one device. For sgd, adamw and nadamw."""
+    diagnostics: tuple[str, ...] = ()
+    """Numbers about late gradients that each line of the log has for every stage: "angle", the cosine between
+    an update and the one before; "discrepancy", how far the weights have moved since a forward or a backward read them;
+    "curvature", a secant of the gradient; or several of them with commas between. With any of them the log also has
+    the delays, and how much of them T1 leaves. They cost copies of the weights, see `jpipe.optim.diagnose_delay`, and a
+    run that is resumed keeps them. Empty: none."""
+    asynchronous: methods.Name | None = dataclasses.field(default=None, metadata={"applies": methods.applied})
+    """A method of asynchronous training. It sets the schedule, the optimizer and the remedies for late gradients that
+    `docs/asynchronous_winners.md` has found, for the delays of the run. "2bw-muon": PipeDream-2BW, with a delay of one
+    update, Muon and error feedback; for `num_microbatches` of at least `num_stages` - 1. "pipedream-muon": PipeDream,
+    whose stages keep old weights, with Muon and T1; for any number of microbatches. "pipedream-basis-rotation":
+    PipeDream with AdamW in the eigenbasis of the gradients and T1. "pipemare-adamw": PipeMare, which keeps no old
+    weights, with T1, T2 and synchronous first steps (T3). The learning rate follows from that of AdamW in the
+    configuration. Other options beside the switch win, but for another schedule or optimizer, which are refused. None:
+    what the other options say."""
     profile: str | None = None
     """Steps that run under JAX's profiler, such as 10:13 for the steps 10, 11 and 12: their measured
     Gantt chart is `trace.svg` in the folder of the run, `trace.json` its cells, and
@@ -666,6 +687,9 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         self._check_profile()
+        jpipe.optim.diagnose_delay(optax.identity(), self.diagnostics)  # refuses unknown names
+        if self.asynchronous is not None:
+            methods.METHODS[self.asynchronous].check(self)
         check_names(self.log)
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         if self.stability:
@@ -729,10 +753,13 @@ class TrainConfig:
     def options_of_pipeline(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
         """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""
         weights = self.weights
+        optimizer = self.optimizer.transform(self.num_steps, copies=weights.are_copied)
+        if self.diagnostics:
+            optimizer = jpipe.optim.diagnose_delay(optimizer, self.diagnostics)
         return {
             "loss": weights.model.loss(),
             "has_aux": True,
-            "optimizer": self.optimizer.transform(self.num_steps, copies=weights.are_copied),
+            "optimizer": optimizer,
             "mesh": mesh,
             "strategy": self.strategy,
             "ties": weights.model.ties() if hasattr(weights.model, "ties") else (),

@@ -8,6 +8,9 @@ The annotation of a field says how its value is read:
     tuple[int, ...]           3,6,9
     dict[str, Any]            field.key=value, the value a Python literal or else text
     A | B, both dataclasses   the name of one, whose fields then start as its defaults
+
+A field whose metadata has "applies", a function `(config, value, given) -> config`, is a switch: its value changes
+other fields, after all that is `given` beside it.
 """
 
 import ast
@@ -262,7 +265,8 @@ def override(
     """
     hints = typing.get_type_hints(type(config))
     known = _flags(type(config), flag) if known is None else known
-    changes = {}
+    switches = {f.name: f.metadata["applies"] for f in dataclasses.fields(config) if "applies" in f.metadata}
+    changes: dict[str, Any] = {}
     for name, value in overrides.items():
         here = f"{flag}.{name}"
         if name not in hints:
@@ -276,19 +280,25 @@ def override(
             )
         old, hint = getattr(config, name), hints[name]
         if isinstance(value, dict):
-            chosen = value.pop("", None)
+            fields = {k: v for k, v in value.items() if k}
             if isinstance(old, dict):
-                changes[name] = old | {k: literal(v) for k, v in value.items()}
+                changes[name] = old | {k: literal(v) for k, v in fields.items()}
                 continue
             if not dataclasses.is_dataclass(old):
-                raise ValueError(f"`{here}` has no fields, got `{here}.{next(iter(value))}`. Write `{here}=VALUE`.")
-            if chosen is not None:
-                old = _read(chosen, hint, here)
-            changes[name] = override(old, value, here, known)
+                raise ValueError(f"`{here}` has no fields, got `{here}.{next(iter(fields))}`. Write `{here}=VALUE`.")
+            if "" in value:
+                old = _read(value[""], hint, here)
+            changes[name] = override(old, fields, here, known)
         else:
             changes[name] = _read(value, hint, here)
+    # Nothing is switched on while the fields beside it change.
+    switched = {name: changes[name] for name in switches.keys() & changes.keys()}
+    changes |= dict.fromkeys(switched)
     try:
-        return dataclasses.replace(config, **changes) if changes else config
+        config = dataclasses.replace(config, **changes) if changes else config
+        for name, value in switched.items():
+            config = config if value is None else switches[name](config, value, overrides)
+        return config
     except ValueError as error:
         where = "" if flag == "--config" else f"{flag}: "
         raise ValueError(f"{where}{error}") from error
@@ -387,8 +397,17 @@ def _read(text: str, hint: Any, flag: str) -> Any:
     if typing.get_origin(hint) in _UNIONS:
         if text.lower() == "none":
             return None
-        (hint,) = (a for a in typing.get_args(hint) if a is not type(None))
-        return _read(text, hint, flag)
+        kinds = [a for a in typing.get_args(hint) if a is not type(None)]
+        if len(kinds) == 1:
+            return _read(text, kinds[0], flag)
+        words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+        if text in words:
+            return text
+        (number,) = (kind for kind in kinds if typing.get_origin(kind) is not Literal)
+        try:
+            return _read(text, number, flag)
+        except ValueError:
+            raise ValueError(f"`{flag}` must be {_name(hint)}, got {shown(text)}.{did_you_mean(text, words)}") from None
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if text not in allowed:

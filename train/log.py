@@ -105,7 +105,7 @@ class Log:
         self._losses: list[float | None] = []
         self._gradient_norms: list[float | None] = []
         self._skipped = self._steps_without_update = 0
-        self._reports: dict[str, dict[str, float]] = {}
+        self._reports: dict[str, dict[str, Any]] = {}
         self._since = time.perf_counter()
         self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = self.last_held_out = 0
@@ -192,7 +192,7 @@ class Log:
         gradient_norm: float | None = None,
         num_skipped: int = 0,
         updated: bool = True,
-        reports: Mapping[str, Mapping[str, float]] | None = None,
+        reports: Mapping[str, Mapping[str, float | Mapping[str, float]]] | None = None,
     ) -> None:
         """Records one step.
 
@@ -207,7 +207,8 @@ class Log:
           num_skipped: number of stages that skipped their update.
           updated: whether any stage was updated.
           reports: further numbers of the step, by what they are about: "compression", the report of the compressors
-            (see `jpipe.Pipeline.step`), and "layers", what layers report (`models.losses.Loss.statistics`).
+            (see `jpipe.Pipeline.step`), "layers", what layers report (`models.losses.Loss.statistics`), and
+            "diagnostics", those of late gradients. A dict of numbers has one for each stage.
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
@@ -277,7 +278,7 @@ class Log:
             words.append(f"updates skipped, gradients not finite: {self._skipped}")
         for about, values in self._reports.items():
             record[about] = values
-            words += [f"{name.replace('_', ' ')} {value:.3g}" for name, value in values.items()]
+            words += [f"{name.replace('_', ' ')} {_range(value)}" for name, value in values.items() if value != {}]
         num_bytes = peak_memory_bytes()
         if num_bytes is not None:
             record["peak_memory_bytes"] = num_bytes
@@ -467,6 +468,18 @@ def _last_seconds(lines: bytes) -> float:
         with contextlib.suppress(ValueError, AttributeError):
             last = json.loads(line).get("seconds", last)
     return last
+
+
+def _range(value: float | Mapping[str, float]) -> str:
+    """A number, or the least and the largest of those of stages.
+
+    Example:
+      >>> _range(0.5), _range({"0": 2.0, "1": 0.25}), _range({"0": 1.0, "1": 1.0})
+      ('0.5', '0.25 to 2', '1')
+    """
+    numbers = list(value.values()) if isinstance(value, Mapping) else [value]
+    least, largest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return least if least == largest else f"{least} to {largest}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -107,7 +107,7 @@ def figure(records: list[dict], title: str) -> "Figure | None":
         axes.grid(color="#dddddd", lw=0.5)
         axes.tick_params(which="both", labelsize=8, length=0)
         axes.set_axisbelow(True)
-        if label == _LOSS:
+        if label == _LOSS or label in _DIAGNOSTICS.values():
             axes.legend(fontsize=8, frameon=False)
     axes.set_xlim(0, max(record["step"] for record in records) * 1.02)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -129,8 +129,37 @@ def _panels(records: list[dict]) -> dict[str, list[_Curve]]:
         _LOSS: [*_training(records, "loss"), held_out],
         _NORM: _training(records, "gradient_norm"),
         "learning rate": [_learning_rate(records)],
+        **_diagnostics(records),
         **{f"speed ({name.removesuffix(_SPEED)}/s)": [_means(records, name)] for name in speeds},
     }
+
+
+# Name in the log -> title of the panel.
+_DIAGNOSTICS = {
+    "update_cosine": "cosine between an update and the last one",
+    "forward_discrepancy": "movement of the weights since the forward",
+    "backward_discrepancy": "movement of the weights since the backward",
+    "curvature": "curvature (secant)",
+    "effective_delay": "effective delay (updates)",
+}
+
+
+def _diagnostics(records: list[dict]) -> dict[str, list[_Curve]]:
+    """The panels of late gradients: one line a stage, from dark at stage 0 to light at the last."""
+    lines = [(record["step"], record["diagnostics"]) for record in records if record.get("diagnostics")]
+    panels: dict[str, list[_Curve]] = {}
+    if all(values.get("forward_discrepancy") == values.get("backward_discrepancy") for _, values in lines):
+        lines = [(step, {n: v for n, v in values.items() if n != "backward_discrepancy"}) for step, values in lines]
+    for name, title in _DIAGNOSTICS.items():
+        numbers = sorted({int(s) for _, values in lines for s in values.get(name, {})})
+        for s in numbers:
+            points = [(step, values[name][str(s)]) for step, values in lines if str(s) in values.get(name, {})]
+            shade = s / max(numbers[-1], 1)
+            color = (0.05 + 0.8 * shade, 0.2 + 0.5 * shade, 0.45 + 0.1 * shade)
+            ends = s in (numbers[0], numbers[-1])
+            label = f"stage {s}" if ends else "_"  # Matplotlib leaves out labels that begin so
+            panels.setdefault(title, []).append(_Curve(label, points, dict(color=color, lw=1.0, marker=_dot(points))))
+    return panels
 
 
 def _training(records: list[dict], name: str) -> list[_Curve]:
@@ -224,9 +253,12 @@ def _scale(axes: "Axes", label: str, curves: Sequence[_Curve]) -> None:
 
     drawn = [value for curve in curves for _, value in curve.points]
     # The noise of single steps does not decide.
-    smooth = [value for curve in curves[-2:] for _, value in curve.points]
+    smooth = drawn if label in _DIAGNOSTICS.values() else [value for c in curves[-2:] for _, value in c.points]
     low, high = min(smooth), max(smooth)
-    if label in (_LOSS, _NORM) and min(drawn) > 0 and 10 * low < high:
+    if label == _DIAGNOSTICS["update_cosine"]:
+        axes.set_ylim(-1.05, 1.05)
+        axes.axhline(0, color="#999999", lw=0.8)
+    elif label in (_LOSS, _NORM, _DIAGNOSTICS["curvature"]) and min(drawn) > 0 and 10 * low < high:
         axes.set_yscale("log")
         decades = math.log10(max(drawn) / min(drawn))
         subs = (1, 2, 5) if decades < 2 else (1,)

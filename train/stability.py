@@ -90,8 +90,8 @@ def bounds(
     bounds_of_stages = []
     for delay, rate in zip(delays.tolist(), np.asarray(largest).tolist(), strict=True):
         power = np.zeros(len(steps))
-        if config.annealing_steps is not None:
-            power = 1 - np.minimum(steps / config.annealing_steps, 1)
+        if config.steps_of_rise:
+            power = 1 - np.minimum(steps / config.steps_of_rise, 1)
         configured = float((rates * max(delay, 1) ** -power).max())
         bounds_of_stages.append(Bound(delay, rate, configured))
     return curvature, bounds_of_stages

@@ -61,6 +61,7 @@ from jpipe import draw
 from jpipe._util.foreign import shortened
 from models import Loss
 from train import flags, plot, report, stability, writers
+from train.asynchronous import late_gradients
 from train.config import TrainConfig
 from train.data import (
     Batch,
@@ -159,9 +160,9 @@ def warn_of_short_run(config: TrainConfig) -> None:
     optimizer, num_steps = config.optimizer, config.num_steps
     for name, rise in (
         ("warmup_steps", optimizer.warmup_steps),
-        ("annealing_steps", optimizer.annealing_steps or 0),
+        ("annealing_steps", optimizer.steps_of_rise),
     ):
-        if rise > num_steps:
+        if num_steps < rise < math.inf:
             warnings.warn(
                 f"`optimizer.{name}={rise}` is more than `num_steps={num_steps}`, so the learning rate reaches "
                 f"{num_steps / rise:.0%} of its rise to {optimizer.learning_rate:g} and then the run ends. For a short "
@@ -442,12 +443,14 @@ def train(
                 if metrics["loss"].is_ready():  # the devices have nothing to do until they get it
                     log.waited(time.perf_counter() - asked)
                 record_pending()
-                pending = step, metrics, num_units, pipe.schedule
                 stopped = stops()
                 ends = stopped or step == config.num_steps
                 # A line of the log waits for its last step, so that its speed is the
                 # speed of its steps. Timing begins at the end of step 1.
                 lines_up = step == first + 1 or step % config.log_every == 0
+                has_numbers = config.diagnostics and (ends or lines_up)
+                late = late_gradients(config.optimizer, pipe, state) if has_numbers else {}
+                pending = step, metrics, num_units, pipe.schedule, late
                 if ends or is_due(step) or saver.saves(step, ends) or lines_up:
                     record_pending()
                 if is_due(step) and not ends:
@@ -531,10 +534,14 @@ def record(
     metrics: dict,
     num_units: int,
     schedule: jpipe.Schedule,
+    late: Mapping[str, Mapping[str, float]],
     *,
     statistics: Callable[[Mapping[str, Any]], dict[str, float]],
 ) -> None:
-    """Logs the metrics of a step; waits until the step has run. `statistics` is that of the loss."""
+    """Logs the metrics of a step; waits until the step has run.
+
+    `late` are the numbers of `late_gradients`, and `statistics` is that of the loss.
+    """
     finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
     norm = float(metrics["gradient_norm"])
     log.step(
@@ -547,6 +554,7 @@ def record(
         reports={
             "compression": {n: float(a) for n, a in metrics.get("compression", {}).items()},
             "layers": statistics(metrics["aux"]) if finished else {},
+            "diagnostics": late,
         },
         updated=not (schedule.synchronous and np.all(skipped)),
     )

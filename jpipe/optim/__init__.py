@@ -2,6 +2,7 @@
 
     clip_by_global_norm   clips by the norm of the gradient over all stages
     scale_by_delay        PipeMare's T1: a smaller learning rate where gradients are late
+    scale_by_copies       PipeDream's rates of stages with several copies
     correct_discrepancy   PipeMare's T2; needs the hook `corrected_params` for the backward
     predict_weights       SpecTrain, XPipe, PipeOptim; needs `predicted_params` for the forward
     spike_compensation    momentum for late gradients; has `velocity_predicted_params`
@@ -10,6 +11,7 @@
     scale_by_basis_rotation  Adam in the eigenbasis of the gradient's covariances
     compensate_delay      DC-ASGD: a Taylor step by the weights that the gradient was computed at
     error_feedback        adds what the last update should have been, behind Adam or Muon
+    diagnose_delay        keeps the angle between updates, the discrepancy of weights, and the curvature
     ema_weights           an average of the weights, which `averaged_params` reads
 
 Delays are counted in updates of the weights. A pipeline passes every stage its own as extra
@@ -45,11 +47,13 @@ from jpipe.optim.declarations import (
     reads_state,
     requested_extra_args,
 )
+from jpipe.optim.diagnose_delay import delay_diagnostics, diagnose_delay
 from jpipe.optim.ema_weights import averaged_params, ema_weights
 from jpipe.optim.error_feedback import error_feedback
 from jpipe.optim.master_weights import master_weights
 from jpipe.optim.nadam import nadamw, scale_by_nadam
 from jpipe.optim.predict_weights import predict_weights, predicted_params
+from jpipe.optim.scale_by_copies import scale_by_copies
 from jpipe.optim.scale_by_delay import scale_by_delay
 from jpipe.optim.spike_compensation import (
     spike_compensation,
@@ -65,6 +69,8 @@ __all__ = [
     "compensate_delay",
     "correct_discrepancy",
     "corrected_params",
+    "delay_diagnostics",
+    "diagnose_delay",
     "ema_weights",
     "error_feedback",
     "largest_curvature",
@@ -76,6 +82,7 @@ __all__ = [
     "reads_state",
     "requested_extra_args",
     "scale_by_basis_rotation",
+    "scale_by_copies",
     "scale_by_delay",
     "scale_by_nadam",
     "spike_compensation",

@@ -85,10 +85,14 @@ def scale_by_delay(
     def update(updates, state, params=None, **extra_args):
         del params
         tau = as_float(delay_of(delay, extra_args, "scale_by_delay"))
-        power = 1 - jnp.minimum(as_float(state.count) / annealing_steps, 1)
-        scale = jax.tree.map(lambda t: jnp.maximum(t, 1) ** -power, tau)
+        scale = jax.tree.map(lambda t: factor(t, annealing_steps, as_float(state.count)), tau)
         scaled = jax.tree.map(jnp.multiply, updates, spread(scale, updates))
         count = optax.safe_increment(state.count)
         return optax.tree.cast_like(scaled, updates), ScaleByDelayState(count)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def factor(delay: chex.Numeric, annealing_steps: chex.Numeric, num_updates: chex.Numeric) -> jax.Array:
+    """The factor of T1 for the update after so many."""
+    return jnp.maximum(delay, 1) ** -(1 - jnp.minimum(num_updates / annealing_steps, 1))

@@ -35,6 +35,10 @@ TRANSFORMS = {
     "correct_discrepancy": (optim.correct_discrepancy, {"delay", "backward_delay"}),
     "compensate_delay": (lambda: optim.compensate_delay(1.0), {"stale_params"}),
     "error_feedback": (optim.error_feedback, {"delay"}),
+    "diagnose_delay": (
+        lambda: optim.diagnose_delay(optax.sgd(0.1)),
+        {"delay", "backward_delay", "stale_params"},
+    ),
     "predict_weights": (optim.predict_weights, set()),
     "spike_compensation": (lambda: optim.spike_compensation(0.9), {"delay"}),
 }

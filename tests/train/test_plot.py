@@ -217,3 +217,23 @@ def test_help(capsys):
     assert plot.main(["--help"]) == 0
     assert "python train/plot.py runs/" in capsys.readouterr().out
     assert plot.main([]) == plot.main(["a", "b"]) == 2
+
+
+def test_diagnostics_have_one_line_a_stage():
+    lines = [
+        {
+            "step": step,
+            "loss": 1.0,
+            "diagnostics": {"update_cosine": {"0": -0.5, "2": 0.5}, "curvature": {"2": 10.0**step}},
+        }
+        for step in (1, 2)
+    ]
+    figure = plot.figure(lines, "title")
+    axes = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    cosine, curvature = axes["cosine between an update and the last one"], axes["curvature (secant)"]
+    drawn = [list(map(list, zip(*line.get_data()))) for line in cosine.lines if line.get_label() != "_child2"]
+    assert drawn[:2] == [[[1, -0.5], [2, -0.5]], [[1, 0.5], [2, 0.5]]]
+    assert [text.get_text() for text in cosine.get_legend().get_texts()] == ["stage 0", "stage 2"]
+    assert cosine.get_ylim() == (-1.05, 1.05)
+    assert [text.get_text() for text in curvature.get_legend().get_texts()] == ["stage 2"]
+    assert "movement of the weights since the forward" not in axes
