@@ -55,8 +55,8 @@ def with_boundary_layers(
     read = as_layers(layers)
     if not all(isinstance(b, int | np.integer) for b in boundaries) or bounds != sorted(set(bounds)):
         raise ValueError(
-            f"`boundaries` must be the first layer of each stage but stage 0, ascending, from 1 to {len(layers) - 1}, got "
-            f"{shown(list(boundaries))}."
+            f"`boundaries` must be the first layer of each stage but stage 0, ascending, from 1 to {len(layers) - 1}, "
+            f"got {shown(list(boundaries))}."
         )
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
     outputs = trace_evaluation(read, {"inputs": shapes}).outputs
@@ -106,7 +106,8 @@ class Bottleneck:
         if not wide:
             shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in outputs)
             raise ValueError(
-                f"`width={self.width}` makes nothing smaller: the message has {shapes}. Take a width below the last dim."
+                f"`width={self.width}` makes nothing smaller: the message has {shapes}. Take a width below the last "
+                "dim."
             )
 
         def encoder(key: jax.Array, inputs: Any) -> dict[str, jax.Array]:
@@ -115,7 +116,8 @@ class Bottleneck:
         def decoder(key: jax.Array, inputs: Any) -> dict[str, jax.Array]:
             return {name: self._basis(features).T for name, features in wide.items()}
 
-        return InitApply(encoder, _multiplied, "Bottleneck encoder"), InitApply(decoder, _multiplied, "Bottleneck decoder")
+        before, after = "Bottleneck encoder", "Bottleneck decoder"
+        return InitApply(encoder, _multiplied, before), InitApply(decoder, _multiplied, after)
 
     def _is_narrowed(self, x: jax.ShapeDtypeStruct) -> bool:
         return jnp.issubdtype(x.dtype, jnp.floating) and len(x.shape) > 1 and x.shape[-1] > self.width
