@@ -37,8 +37,8 @@ from jpipe.layers.trainable import Trainable
 from jpipe.mesh import DATA, make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
-from jpipe.options.local_steps import LocalSteps
 from jpipe.options.host_memory import check_device_memory, check_offload
+from jpipe.options.local_steps import LocalSteps
 from jpipe.options.loss_scale import LossScale
 from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes

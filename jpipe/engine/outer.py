@@ -5,7 +5,6 @@ import math
 import jax
 from jax import lax
 
-from jpipe.engine import layout as layouts
 from jpipe.engine.training import TrainingPass
 from jpipe.mesh import DATA, STAGE
 
@@ -32,7 +31,7 @@ def outer_step(spec: TrainingPass, fragment: int | None, arrays: dict[str, Packe
     def bring_together(k: int, arrays: dict[str, Packed]) -> dict[str, Packed]:
         """The flat arrays after the outer step of a fragment."""
         parts = {name: local_steps.part(k, math.prod(a.shape[1:])) for name, a in shapes.items()}
-        indices = {"parameters": {name: (slice(None), part) for name, part in parts.items()}}
+        indices: dict[str, dict[str, tuple]] = {"parameters": {n: (slice(None), part) for n, part in parts.items()}}
         indices["anchor"] = indices["parameters"]
         indices["outer_state"] = {
             i: (k,) if leaf.weights is None else indices["anchor"][leaf.weights] for i, leaf in leaves.items()

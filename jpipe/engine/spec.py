@@ -105,7 +105,7 @@ class PassSpec(abc.ABC):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of each stage that a pass has to do with: those along the axis "data", if they do not train apart."""
+        """Replicas of each stage between which a pass exchanges anything, along the axis "data"."""
         return self.mesh.shape.get(DATA, 1) if self.local_steps is None else 1
 
     @property

@@ -68,9 +68,7 @@ class LocalSteps:
         if not (callable(getattr(self.outer, "init", None)) and callable(getattr(self.outer, "update", None))):
             raise ValueError(f"`outer` must be an Optax transform, such as optax.sgd(0.7), got {shown(self.outer)}.")
         if isinstance(self.num_fragments, bool) or not isinstance(self.num_fragments, int) or self.num_fragments < 1:
-            raise ValueError(
-                f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}."
-            )
+            raise ValueError(f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}.")
         wrong = _first_other(self._traced.jaxpr)
         if wrong:
             raise ValueError(
@@ -108,19 +106,21 @@ class LocalSteps:
             )
         split = [name for name, size in mesh.shape.items() if size > 1 and name not in (STAGE, DATA)]
         if split:
-            raise ValueError(f"`local_steps` takes weights that are whole on a device, and the mesh splits them: {split}.")
+            raise ValueError(
+                f"`local_steps` takes weights that are whole on a device, and the mesh splits them: {split}."
+            )
         if not schedule.synchronous:
             raise ValueError(
-                f"`local_steps` needs a synchronous schedule, got {schedule.name!r}: microbatches in flight read weights "
-                "from before an outer step."
+                f"`local_steps` needs a synchronous schedule, got {schedule.name!r}: microbatches in flight read "
+                "weights from before an outer step."
             )
         if schedule.has_copies:
-            raise ValueError("`local_steps` is for replicas along \"data\", and the schedule has copies of stages too.")
+            raise ValueError('`local_steps` is for replicas along "data", and the schedule has copies of stages too.')
         for name, value in others.items():
             if value:
                 raise ValueError(
-                    f"`local_steps` and `{name}` exclude each other: replicas share nothing in a step. Leave one of them "
-                    "out."
+                    f"`local_steps` and `{name}` exclude each other: replicas share nothing in a step. Leave one of "
+                    "them out."
                 )
 
     def fragments(self, fragment: int | None) -> range:

@@ -31,8 +31,8 @@ from jpipe.layers.avals import check_nans, shapes_key
 from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
-from jpipe.optim import check_hooks
 from jpipe.mesh import DATA, STAGE
+from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
 from jpipe.options.settings import Settings, same_shapes

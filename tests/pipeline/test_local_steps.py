@@ -191,7 +191,10 @@ PARTS = "must work element by element, and its update has"
         (lambda: jpipe.LocalSteps(3), "`outer` must be an Optax transform"),
         (lambda: jpipe.LocalSteps(optax.chain(optax.clip_by_global_norm(1.0), NESTEROV)), f"{PARTS} `reduce_sum`"),
         (lambda: jpipe.LocalSteps(optax.contrib.muon(0.1)), PARTS),
-        (lambda: jpipe.LocalSteps(NESTEROV, num_fragments=0), "`num_fragments` must be a whole number, at least 1, got 0"),
+        (
+            lambda: jpipe.LocalSteps(NESTEROV, num_fragments=0),
+            "`num_fragments` must be a whole number, at least 1, got 0",
+        ),
         (lambda: pipeline(NESTEROV), "`local_steps` must be a `jpipe.LocalSteps`, got"),
         (lambda: pipeline(data=1), '`local_steps` is for replicas along the axis "data"'),
         (lambda: pipeline(schedule=schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),
@@ -202,7 +205,10 @@ PARTS = "must work element by element, and its update has"
         ),
         (lambda: pipeline(loss_scale=jpipe.LossScale()), "`local_steps` and `loss_scale` exclude each other"),
         (lambda: pipeline(None).outer_step(None), r"needs `Pipeline\(local_steps=jpipe.LocalSteps"),
-        (lambda: pipeline().outer_step(None, fragment=1), "`fragment` must be from 0 to 0, of `num_fragments=1`, got 1"),
+        (
+            lambda: pipeline().outer_step(None, fragment=1),
+            "`fragment` must be from 0 to 0, of `num_fragments=1`, got 1",
+        ),
     ],
 )
 def test_refusals(call, message):
