@@ -10,8 +10,8 @@ and reports the throughput of AlexNet, Inception-v3, ResNet-101, a text classifi
 recurrent layer are one operator, as in FlexFlow's program. The classifier has a vocabulary of 20,000 words, the
 language model 10,000 (Penn Treebank), the translator 32,000. Costs are those of data sheets, not measured.
 
-The budget is seconds for all chains of one search; the polish may take as long again. The memory of a device is not
-limited: the JSON says how much each strategy needs.
+The budget is seconds of one search; the pass that lowers the bytes at its end may take a quarter more. The memory of a
+device is not limited: the JSON says how much each strategy needs.
 """
 
 import argparse

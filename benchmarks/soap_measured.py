@@ -2,13 +2,15 @@
 
     python benchmarks/soap_measured.py
     python benchmarks/soap_measured.py --rounds 6 --random 6 --out benchmarks/soap_measured.json
+    python benchmarks/soap_measured.py --models pooled --random 0
 
 The two devices share two cores. Operators are measured one by one, on both devices at once (`jpipe.soap.Profile`), and
 the link between the devices by sums of arrays of several sizes. A strategy's step is simulated, and run with
 `jpipe.soap.apply`: the loss, its gradients and an SGD update. All operators are measured in several rounds, and all
 steps of a model once after each part of a round. A round has the median; of the rounds the least counts for both,
-because other work on the machine can only add to it. FlexFlow's paper reports errors below 30 %, and that the order of
-strategies is kept (arXiv:1807.05358, section 8.3).
+because other work on the machine can only add to it. As steps take turns, each turn also has a ratio of the seconds of
+two strategies; their median says how much faster the found strategy is. FlexFlow's paper reports errors below 30 %, and
+that the order of strategies is kept (arXiv:1807.05358, section 8.3).
 """
 
 import argparse
@@ -105,7 +107,25 @@ def attention():
     return loss, [layer, layer], [(8, 64, dim)] * 2
 
 
-MODELS = {"mlp": mlp, "convolutions": convolutions, "attention": attention}
+def pooled():
+    """Dense layers on every position, and larger ones on the mean of all positions: first activations are large, then
+    weights.
+    """
+    dim, wide = 192, 4096
+
+    def loss(w, x, y):
+        for kernel in w["positions"]:
+            x = jax.nn.relu(x @ kernel)
+        x = jax.nn.relu(x.mean(1) @ w["in"])
+        x = jax.nn.relu(x @ w["square"])
+        return jnp.mean((x @ w["out"] - y) ** 2)
+
+    weights = {"positions": [(dim, dim)] * 6, "in": (dim, wide), "square": (wide, wide), "out": (wide, dim)}
+    return loss, weights, [(32, 256, dim), (32, dim)]
+
+
+MODELS = {"mlp": mlp, "convolutions": convolutions, "attention": attention, "pooled": pooled}
+KNOWN = ("data parallel", "one weird trick", "megatron")
 
 
 def seconds_of(function, *sets, count: int = 5) -> float:
@@ -255,8 +275,19 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
         row["predicted"] = predicted(strategy).seconds
         row["measured"] = np.median(np.reshape(timings, (-1, PARTS)), axis=1).min()
         row["error"] = row["predicted"] / row["measured"] - 1
+        row["turns"] = timings
         rows.append(row)
     return rows
+
+
+def gains(rows: list[dict]) -> str:
+    """How many times faster the found strategy is than the known ones: quartiles of the ratios of all turns."""
+    turns = {row["strategy"]: np.array(row["turns"]) for row in rows}
+    words = []
+    for name in KNOWN:
+        low, middle, high = np.percentile(turns[name] / turns["found"], (25, 50, 75))
+        words.append(f"{middle:.2f} ({low:.2f} to {high:.2f}) than {name}")
+    return f"found is faster by a factor of {', '.join(words)}, in {len(turns['found'])} turns"
 
 
 def tau(rows: list[dict], least: float) -> float:
@@ -288,7 +319,7 @@ def main() -> None:
     level = machine.levels[0]
     print(
         f"link: {level.bandwidth / 1e9:.2f} GB/s after {level.latency * 1e6:.0f} microseconds; "
-        f"memory: {machine.memory_bandwidth / 1e9:.1f} GB/s\n"
+        f"memory: {machine.memory_bandwidth / 1e9:.1f} GB/s; load of the machine: {os.getloadavg()[1]:.1f}\n"
     )
     print("| model | strategy | predicted, ms | measured, ms | error |\n|---|---|---|---|---|")
     for row in rows:
@@ -296,6 +327,9 @@ def main() -> None:
             f"| {row['model']} | {row['strategy']} | {row['predicted'] * 1e3:.2f} | {row['measured'] * 1e3:.2f} | "
             f"{row['error']:+.0%} |"
         )
+    print()
+    for name in args.models:
+        print(f"{name}: {gains([row for row in rows if row['model'] == name])}")
     print("\nKendall's tau, of all pairs and of pairs that differ by more than 5 and 10 %:")
     groups = {name: [r for r in rows if r["model"] == name] for name in args.models}
     for name, group in (groups | {"all strategies": rows}).items():

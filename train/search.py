@@ -117,7 +117,8 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
 
     _, config = flags.parse(words, TrainConfig)
     graph = graph_of(config, whole=not args.in_stages)
-    space = soap.Space(graph, args.devices, in_stages=args.in_stages)
+    irregular = bool(machine.links) and not args.in_stages
+    space = soap.Space(graph, args.devices, in_stages=args.in_stages, irregular=irregular)
     costs = None
     if args.measure is not None:
         from jpipe.soap.measure import measure
@@ -179,7 +180,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     if result.interrupted:
         print("Ctrl-C ended the search.")
     elif result.is_local_optimum:
-        print("No change of one operator is faster.")
+        print("No change of one operator makes the fastest strategy faster.")
     return 0
 
 

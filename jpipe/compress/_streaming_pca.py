@@ -51,7 +51,7 @@ class StreamingPCA(LowRankCompressor):
 
     Attributes:
       rank: k.
-      seed: the seed of the first X and D.
+      seed: the seed of the first X and D. Arrays of one shape begin with the same ones.
 
     Raises:
       ValueError: if `rank` is below 1.

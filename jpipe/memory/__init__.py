@@ -2,7 +2,7 @@
 
 - `Pipeline.memory_by_device`: what the stages of each device need, a `DeviceMemory` each.
 - `Pipeline.memory_timeline` and `memory_timeline(f, *args)`: every block of a step, as a `Timeline`.
-- `replay`: the bytes that a memory of a given capacity moves, under Belady's rule, LRU or FIFO.
+- `replay`: the bytes that a memory of a given capacity moves, under Belady's rule, LRU or FIFO, or at least.
 - `pack_chunks`, `best_chunk_size`: tensors in chunks of one size, as PatrickStar lays them out.
 """
 

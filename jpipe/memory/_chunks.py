@@ -1,4 +1,8 @@
-"""Tensors in chunks of one size, as PatrickStar lays them out (arXiv:2108.05818, section 6)."""
+"""Tensors in chunks of one size, as PatrickStar lays them out (arXiv:2108.05818, section 6).
+
+For comparisons: `jpipe.Offload` moves each array in pieces, which are fewer bytes and take less room on the device.
+`benchmarks/host_chunks.py` has both.
+"""
 
 import dataclasses
 from collections.abc import Sequence

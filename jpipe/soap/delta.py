@@ -14,7 +14,7 @@ second stream with what depends on it. When most tasks change, all that are left
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -34,7 +34,7 @@ _ROUNDING = 1e-9  # how far sums of many seconds may be off
 class Simulator:
     """A strategy with its timeline, in which the configurations of operators can be changed.
 
-    `try_change` simulates a change; `keep` or `undo` must follow.
+    `try_change` and `try_changes` simulate a change; `keep` or `undo` must follow.
 
     Args:
       graph, machine, costs, strategy, sync, optimizer_arrays, shards: see `Tasks`.
@@ -88,13 +88,13 @@ class Simulator:
     def strategy(self) -> tuple[Config, ...]:
         return tuple(self.tasks.strategy)
 
-    @without_collection
     def try_change(
         self,
         operator: int,
         config: Config,
         limit: float = math.inf,
         memory_limit: float = math.inf,
+        sent_limit: float = math.inf,
     ) -> float:
         """Changes the configuration of one operator.
 
@@ -104,29 +104,49 @@ class Simulator:
           limit: seconds. When it is certain that the step takes longer, the simulation ends; only `undo` is allowed
             then.
           memory_limit: bytes. If a device needs more, nothing is simulated, and again only `undo` is allowed.
+          sent_limit: bytes. The same if messages carry more, all together.
 
         Returns:
           Seconds of the step, or infinity if a limit is passed.
         """
-        assert self._old is None, "keep or undo the last change first"
-        tasks, timeline = self.tasks, self.timeline
         if limit < math.inf:  # what cannot be within the limit is not built at all
-            load = _least_load(tasks, operator, config)
+            load = _least_load(self.tasks, operator, config)
             if load.max() * (1 - _ROUNDING) > limit:
-                self._old = _Change(operator, config, timeline, [])
+                assert self._old is None, "keep or undo the last change first"
+                self._old = _Change({}, self.timeline, [])
                 return math.inf
-        numbers = tasks.blocks_of(operator)
-        change = _Change(operator, tasks.strategy[operator], timeline, numbers)
-        self._old = change
+        return self.try_changes({operator: config}, limit, memory_limit, sent_limit)
+
+    @without_collection
+    def try_changes(
+        self,
+        configs: Mapping[int, Config],
+        limit: float = math.inf,
+        memory_limit: float = math.inf,
+        sent_limit: float = math.inf,
+    ) -> float:
+        """Changes the configurations of several operators together: as `try_change`.
+
+        Args:
+          configs: operator -> its split from now on.
+          limit, memory_limit, sent_limit: see `try_change`.
+        """
+        assert self._old is None, "keep or undo the last change first"
+        tasks = self.tasks
+        # Operators before the edges and weights at them, as in `Tasks`.
+        numbers = sorted({number for operator in configs for number in tasks.blocks_of(operator)})
+        old = {operator: tasks.strategy[operator] for operator in configs}
+        change = self._old = _Change(old, self.timeline, numbers)
         self._round += 1
         touched = self._unlink(change)
-        tasks.strategy[operator] = config
+        for operator, config in configs.items():
+            tasks.strategy[operator] = config
         fresh: list[int] = []
         for number in numbers:
             block = tasks.build(number)
             change.new_blocks.append(block)
             fresh += block.tasks
-        if memory_limit < math.inf and max(tasks.memory) > memory_limit:
+        if tasks.sent_bytes > sent_limit or (memory_limit < math.inf and max(tasks.memory) > memory_limit):
             return math.inf
         self._grow()
         is_new = set(fresh)
@@ -168,7 +188,8 @@ class Simulator:
                     tasks.after[a].append(b)
                 if b not in gone:
                     tasks.before[b].append(a)
-        tasks.strategy[change.operator] = change.config
+        for operator, config in change.configs.items():
+            tasks.strategy[operator] = config
         self.timeline = change.timeline
         self._old = None
 
@@ -398,11 +419,10 @@ class Simulator:
 
 
 class _Change:
-    """A change that can be undone."""
+    """A change that can be undone. `configs` are those before it."""
 
-    def __init__(self, operator: int, config: Config, timeline: TaskTimes, numbers: list[int]):
-        self.operator = operator
-        self.config = config
+    def __init__(self, configs: Mapping[int, Config], timeline: TaskTimes, numbers: list[int]):
+        self.configs = configs
         self.timeline = timeline
         self.numbers = numbers
         self.old_blocks: list[TaskBlock] = []

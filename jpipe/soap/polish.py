@@ -1,19 +1,22 @@
-"""Changes of a strategy that are kept only if they make it faster: of one operator, and of several together.
+"""Changes of a strategy that are kept only if they make it better: of one operator, and of several together.
 
 A chain leaves a strategy in which several operators would have to change together only by chance. Together change two
 operators at an edge; the readers of one weight, such as the turns of a recurrent layer, without and with those that
 follow them; and
 runs: an operator and those that follow it, or those that precede it. What follows gets the configuration with which the
-least is sent.
+least is sent. In a space with irregular sets of devices, such sets are tried where nothing else helps.
+
+A goal says what is better: fewer seconds (`Fastest`), or fewer bytes in no more than so many seconds (`FewestBytes`).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from jpipe.soap.delta import Simulator
 from jpipe.soap.space import Space
-from jpipe.soap.strategy import Config
+from jpipe.soap.strategy import Config, Strategy
 
 _MOST_PAIRS = 2000
 """Two operators are changed together if they have at most so many pairs of configurations."""
@@ -22,33 +25,62 @@ _LONGEST_RUN = 8
 _SLOWER = 1.5
 """A run is begun with a change that makes the step at most so many times as long."""
 
+Tries = Generator[bool, None, bool]
+"""Yields after every change whether it is kept; returns whether any was."""
+
+
+class Fastest:
+    """Fewer seconds are better."""
+
+    sent_limit = math.inf
+
+    def __init__(self, simulator: Simulator):
+        self.limit = simulator.seconds
+
+    def accepts(self, seconds: float, sent_bytes: int) -> bool:
+        """Whether a strategy is better than the best so far, which it replaces then."""
+        better = seconds < self.limit
+        if better:
+            self.limit = seconds
+        return better
+
+
+class FewestBytes:
+    """Fewer bytes are better, in at most `limit` seconds."""
+
+    def __init__(self, simulator: Simulator, limit: float):
+        self.limit = limit
+        self.sent_limit: float = simulator.tasks.sent_bytes - 1
+
+    def accepts(self, seconds: float, sent_bytes: int) -> bool:
+        """As `Fastest.accepts`."""
+        better = seconds <= self.limit and sent_bytes <= self.sent_limit
+        if better:
+            self.sent_limit = sent_bytes - 1
+        return better
+
 
 class Polish:
     """Improves the strategy of a simulator.
+
+    `fastest` and `fewest_bytes` are generators, so that they can be ended anywhere, and be continued. After every
+    change that was simulated they yield whether it is kept as the best.
 
     Args:
       simulator: its strategy fits into the memory.
       space: the configurations to choose from.
       memory_limit: bytes per device.
-      is_over: whether the budget is used up.
-      tried: called after every change that was simulated, with whether it is kept as the best.
+      goal: what is better.
 
     Attributes:
       is_local_optimum: whether no change of one operator helps; False if that is not known.
     """
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        space: Space,
-        memory_limit: float,
-        is_over: Callable[[], bool],
-        tried: Callable[[bool], None],
-    ):
-        self._simulator, self._space = simulator, space
-        self._memory_limit, self._is_over, self._tried = memory_limit, is_over, tried
+    def __init__(self, simulator: Simulator, space: Space, memory_limit: float, goal: Fastest | FewestBytes):
+        self.simulator = self._simulator = simulator
+        self._space = space
+        self._memory_limit, self._goal = memory_limit, goal
         self._graph = simulator.tasks.graph
-        self._best_seconds = simulator.seconds
         self._followers: dict[tuple, Config] = {}
         tensors = self._graph.tensors
         # Those with the largest weights first: a short budget is best spent on them.
@@ -64,27 +96,58 @@ class Polish:
         )
         self.is_local_optimum = False
 
-    def run(self) -> None:
-        """Changes the strategy until no change helps, or the budget is over."""
+    @property
+    def limit(self) -> float:
+        """Seconds above which nothing is kept."""
+        return self._goal.limit
+
+    def fastest(self) -> Iterator[bool]:
+        """Changes the strategy until no change helps."""
         while True:
-            if not self._singles():
-                return
+            # What the turns of a loop have in common first: few changes, which help much.
+            while (yield from self._groups()):
+                pass
+            yield from self._singles()
             self.is_local_optimum = True
-            if not (self._a_pair() or self._a_group() or self._a_run()):
+            for level in (self._groups, self._a_pair, self._a_run, self._an_irregular):
+                if (yield from level()):
+                    break
+            else:
                 return
             self.is_local_optimum = False
 
+    def fewest_bytes(self, known: Sequence[Strategy]) -> Iterator[bool]:
+        """The same, without pairs and runs of any configurations. Runs of operators change to what they have in one of
+        the `known` strategies.
+        """
+        for strategy in known:
+            yield from self._relinked(strategy)
+        while True:
+            yield from self._singles()
+            if not (yield from self._groups()):
+                return
+
     def _improves(self, operator: int, config: Config) -> bool:
-        """Keeps a change that makes the best strategy faster."""
+        """Keeps a change that makes the strategy better than the best."""
+        goal = self._goal
+        return self._keep_if_better(
+            self._simulator.try_change(operator, config, goal.limit, self._memory_limit, goal.sent_limit)
+        )
+
+    def _improve_together(self, changes: Mapping[int, Config]) -> bool:
+        """Changes several operators, and keeps that if it makes the strategy better than the best."""
+        goal = self._goal
+        return self._keep_if_better(
+            self._simulator.try_changes(changes, goal.limit, self._memory_limit, goal.sent_limit)
+        )
+
+    def _keep_if_better(self, seconds: float) -> bool:
         simulator = self._simulator
-        seconds = simulator.try_change(operator, config, self._best_seconds, self._memory_limit)
-        better = seconds < self._best_seconds
+        better = self._goal.accepts(seconds, simulator.tasks.sent_bytes)
         if better:
             simulator.keep()
-            self._best_seconds = seconds
         else:
             simulator.undo()
-        self._tried(better)
         return better
 
     def _change(self, operator: int, config: Config) -> float:
@@ -93,19 +156,22 @@ class Polish:
         self._simulator.keep()
         return seconds
 
-    def _improve_together(self, changes: list[tuple[int, Config]]) -> bool:
-        """Changes several operators, and keeps that if it makes the best strategy faster."""
-        strategy = self._simulator.tasks.strategy
-        old = [(operator, strategy[operator]) for operator, _ in changes[:-1]]
-        for operator, config in changes[:-1]:
-            self._change(operator, config)
-        if self._improves(*changes[-1]):
-            return True
-        for operator, config in old:
-            self._change(operator, config)
-        return False
+    def _relinked(self, other: Strategy) -> Iterator[bool]:
+        """Changes operators that follow each other, and are split in another way, to what they have in `other`: all of
+        them, and where that is not better each half, and so on.
+        """
+        strategy, configs = self._simulator.tasks.strategy, self._space.configs
+        different = [i for i, config in enumerate(other) if config != strategy[i] and config in configs(i)]
+        parts = [different] if different else []
+        while parts:
+            part = parts.pop()
+            better = self._improve_together({i: other[i] for i in part})
+            yield better
+            if not better and len(part) > 1:
+                middle = len(part) // 2
+                parts += [part[middle:], part[:middle]]
 
-    def _a_group(self) -> bool:
+    def _groups(self) -> Tries:
         """Changes the readers of a weight together; says whether a change helped."""
         readers: dict[tuple, list[int]] = {}
         for i, operator in enumerate(self._graph.operators):
@@ -115,26 +181,25 @@ class Polish:
         first_edge = {
             source: (number, target) for number, (source, target, _) in reversed(list(enumerate(self._graph.edges)))
         }
+        helped = False
         for group in readers.values():
             if len(group) < 2:
                 continue
             for config in self._space.configs(group[0]):
-                if self._is_over():
-                    return False
-                together = [(i, config) for i in group]
-                if self._improve_together(together):
-                    return True
+                together = dict.fromkeys(group, config)
                 following = {}
                 for i in group:
                     if i in first_edge:
                         number, target = first_edge[i]
                         following[target] = self._follower(number, target, config, True)
-                if self._improve_together([*together, *following.items()]):
-                    return True
-        return False
+                for changes in (together, following | together):
+                    better = self._improve_together(changes)
+                    yield better
+                    helped = helped or better
+        return helped
 
-    def _singles(self) -> bool:
-        """Ends when no change of one operator helps, with True, or when the budget is over."""
+    def _singles(self) -> Iterator[bool]:
+        """Ends when no change of one operator helps."""
         num_operators = self._space.num_operators
         unchanged, turn = 0, 0
         while unchanged < num_operators:
@@ -144,32 +209,35 @@ class Polish:
             for config in self._space.configs(operator):
                 if config == self._simulator.tasks.strategy[operator]:
                     continue
-                if self._is_over():
-                    return False
-                if self._improves(operator, config):
+                better = self._improves(operator, config)
+                yield better
+                if better:
                     unchanged = 0
-        return True
 
-    def _a_pair(self) -> bool:
+    def _a_pair(self, irregular: bool = False) -> Tries:
         """Changes two operators at an edge together; says whether a change helped."""
+        strategy = self._simulator.tasks.strategy
         for first, second in sorted({edge[:2] for edge in self._graph.edges}):
-            choices = self._space.configs(first), self._space.configs(second)
+            choices = [[*self._space.configs(i)] for i in (first, second)]
+            if irregular:
+                for i, configs in zip((first, second), choices):
+                    configs += self._space.irregular_configs(i, strategy[i])
             if len(choices[0]) * len(choices[1]) > _MOST_PAIRS:
                 continue
             old = self._simulator.tasks.strategy[first]
             for config in choices[0]:
-                if self._is_over():
-                    return False
                 if config == old:
                     continue
                 self._change(first, config)
                 for other in choices[1]:
-                    if self._improves(second, other):
+                    better = self._improves(second, other)
+                    yield better
+                    if better:
                         return True
                 self._change(first, old)
         return False
 
-    def _a_run(self) -> bool:
+    def _a_run(self) -> Tries:
         """Changes a run of operators together; says whether a change helped."""
         # The last operators first: what the step ends with is often faster on fewer devices.
         for operator in reversed(range(self._space.num_operators)):
@@ -177,22 +245,36 @@ class Polish:
                 if config == self._simulator.tasks.strategy[operator]:
                     continue
                 for forward in (True, False):
-                    if self._is_over():
-                        return False
-                    if self._run_improves(operator, config, forward):
+                    if (yield from self._run_improves(operator, config, forward)):
                         return True
         return False
 
-    def _run_improves(self, operator: int, config: Config, forward: bool) -> bool:
-        simulator = self._simulator
+    def _an_irregular(self) -> Tries:
+        """Changes an operator to an irregular set of devices: alone, with a run at it, with a neighbour. Says whether
+        that helped.
+        """
+        for operator in self._order:
+            for config in self._space.irregular_configs(operator, self._simulator.tasks.strategy[operator]):
+                better = self._improves(operator, config)
+                yield better
+                if better:
+                    return True
+                for forward in (True, False):
+                    if (yield from self._run_improves(operator, config, forward)):
+                        return True
+        return self._space.is_irregular and (yield from self._a_pair(irregular=True))
+
+    def _run_improves(self, operator: int, config: Config, forward: bool) -> Tries:
+        """Changes an operator and those after it, or before it, as far as that helps; says whether it did."""
+        simulator, goal = self._simulator, self._goal
         old = [(operator, simulator.tasks.strategy[operator])]
-        limit = _SLOWER * self._best_seconds
+        limit = _SLOWER * goal.limit
         if simulator.try_change(operator, config, limit) > limit:
             simulator.undo()
-            self._tried(False)
+            yield False
             return False
         simulator.keep()
-        self._tried(False)
+        yield False
         while len(old) < _LONGEST_RUN:
             following = self._next([number for number, _ in old], forward)
             if following is None:
@@ -204,14 +286,12 @@ class Polish:
             old.append((operator, present))
             seconds = self._change(operator, config)
             fits = max(simulator.memory_bytes) <= self._memory_limit
-            better = fits and seconds < self._best_seconds
-            if better:
-                self._best_seconds = seconds
-            self._tried(better)
+            better = fits and goal.accepts(seconds, simulator.tasks.sent_bytes)
+            yield better
             if better:
                 return True
-        for operator, config in reversed(old):
-            self._change(operator, config)
+        simulator.try_changes(dict(reversed(old)))
+        simulator.keep()
         return False
 
     def _next(self, run: list[int], forward: bool) -> tuple[int, Config] | None:
@@ -238,7 +318,7 @@ class Polish:
         key = number, config, forward
         if key not in self._followers:
             devices = set(config.devices)
-            every = self._space.configs(other)
+            every = (*self._space.configs(other), *self._space.on_devices(other, config.devices))
             here = [c for c in every if devices >= set(c.devices)]
             self._followers[key] = min(
                 here or every,

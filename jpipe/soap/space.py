@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from jpipe.soap.graph import Operator, OperatorGraph
 from jpipe.soap.refusals import refusal
 from jpipe.soap.specs import factor_axes
 from jpipe.soap.strategy import Config
+
+_FEW_DEVICES = 4
+"""On so many devices all sets of them are tried, in all orders."""
 
 
 class Space:
@@ -32,6 +35,11 @@ class Space:
         `device_mesh(num_devices)`. It implies `whole`: where fewer devices divide an operator, the others hold copies.
       in_stages: whether all strategies must be such that `jpipe.Pipeline` can run them. Then an operator is split along
         one loop, and only if no shard reads a part of its neighbour, or it is not split. It implies `executable`.
+      irregular: whether `irregular_configs` has any: sets of devices at unequal distances, and numbers of shards that
+        do not divide the number of devices. Chains do not draw them, the polish of a search tries them at last.
+
+    Raises:
+      ValueError: if a number or letter cannot be, or `irregular` is asked of strategies that use whole meshes.
     """
 
     def __init__(
@@ -43,14 +51,21 @@ class Space:
         whole: bool = False,
         executable: bool = False,
         in_stages: bool = False,
+        irregular: bool = False,
     ):
         if num_devices < 1:
             raise ValueError(f"`num_devices` must be at least 1, got {shown(num_devices)}.")
         unknown = set(kinds) - set("SAPR")
         if unknown:
             raise ValueError(f'`kinds` must be letters of "SAPR", got {shown(kinds)}.')
+        if irregular and (whole or executable or in_stages):
+            raise ValueError(
+                "`irregular` sets of devices leave some devices out, which strategies for a mesh cannot do: leave out "
+                "`irregular`, or `whole`, `executable` and `in_stages`."
+            )
         self.graph = graph
         self.num_devices = num_devices
+        self.is_irregular = irregular
         self._kinds = kinds
         self._whole = whole or executable or in_stages
         self._in_stages = in_stages
@@ -72,8 +87,42 @@ class Space:
             self._configs[operator] = self._allowed(self.graph.operators[operator])
         return self._configs[operator]
 
+    def irregular_configs(self, operator: int, config: Config) -> Iterator[Config]:
+        """Configurations that are not among `configs`, none unless the space is `irregular`.
+
+        On at most four devices these are all with different devices. On more, those near to `config`: one device for
+        another, two devices exchanged, and other numbers of shards on some of its devices or on these and others.
+
+        Args:
+          operator: the number of an operator.
+          config: its configuration.
+        """
+        if not self.is_irregular:
+            return
+        regular = set(self.configs(operator))
+        for devices in _irregular_devices(config.devices, self.num_devices):
+            for other in self._on_devices(operator, devices):
+                if other not in regular and other != config:
+                    yield other
+
+    def on_devices(self, operator: int, devices: tuple[int, ...]) -> tuple[Config, ...]:
+        """The configurations of an operator on exactly these devices in this order, if the space is `irregular`."""
+        return self._on_devices(operator, devices) if self.is_irregular else ()
+
+    def _on_devices(self, operator: int, devices: tuple[int, ...]) -> tuple[Config, ...]:
+        sizes = self._sizes(self.graph.operators[operator])
+        return tuple(
+            Config(degrees, devices)
+            for degrees in degree_vectors(sizes, len(devices))
+            if math.prod(degrees) == len(devices)
+        )
+
+    def _sizes(self, operator: Operator) -> tuple[int, ...]:
+        """The turns of each loop, 1 of those that may not be split."""
+        return tuple(loop.size if loop.can_split and loop.kind in self._kinds else 1 for loop in operator.loops)
+
     def _allowed(self, operator: Operator) -> tuple[Config, ...]:
-        sizes = tuple(loop.size if loop.can_split and loop.kind in self._kinds else 1 for loop in operator.loops)
+        sizes = self._sizes(operator)
         key: tuple = sizes
         if self._axes is not None:  # what `refusal` looks at
             accesses = tuple(read.access for read in operator.inputs)
@@ -159,6 +208,25 @@ def _placements(count: int, num_devices: int) -> tuple[tuple[int, ...], ...]:
                 start = block * count * stride + offset
                 result.append(tuple(start + stride * j for j in range(count)))
     return tuple(dict.fromkeys(result))
+
+
+def _irregular_devices(devices: tuple[int, ...], num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Sets of devices in order: all on few devices, or those near to `devices`."""
+    if num_devices <= _FEW_DEVICES:
+        for count in range(1, num_devices + 1):
+            yield from itertools.permutations(range(num_devices), count)
+        return
+    others = [device for device in range(num_devices) if device not in devices]
+    for i, j in itertools.combinations(range(len(devices)), 2):
+        swapped = list(devices)
+        swapped[i], swapped[j] = devices[j], devices[i]
+        yield tuple(swapped)
+    for i, other in itertools.product(range(len(devices)), others):
+        yield (*devices[:i], other, *devices[i + 1 :])
+    ring = [*devices, *others]
+    for count, first in itertools.product(range(1, num_devices + 1), range(num_devices)):
+        if count != len(devices):
+            yield tuple(ring[(first + k) % num_devices] for k in range(count))
 
 
 def random_strategy(space: Space, rng: np.random.Generator) -> tuple[Config, ...]:

@@ -81,6 +81,7 @@ class Tasks:
       seconds, device, key: the facts of each task; the devices of transfers are the links, numbered behind the devices.
       before, after: dependencies of each task.
       load: seconds of all tasks of each device and link, up to rounding; the first number is of `NOWHERE`.
+      sent_bytes: bytes that all messages carry.
       weights: the tensors that are weights with gradients.
       edges_of, weights_of: the numbers of the edges of each operator, and of the `weights` that it reads.
       routes: the resources and the seconds of messages.
@@ -127,6 +128,7 @@ class Tasks:
                 self.weights_of[operator].append(number)
         self._memory = HeldBytes(machine, self._holdings.num_positions)
         self.load = np.zeros(self.routes.num_resources + 1)
+        self.sent_bytes = 0
         num_blocks = self._first_weight + len(self.weights)
         self.blocks = [TaskBlock() for _ in range(num_blocks)]
         for number in range(num_blocks):
@@ -152,14 +154,10 @@ class Tasks:
         for block in self.blocks:
             yield from block.tasks
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that all messages carry."""
-        return sum(block.sent_bytes for block in self.blocks)
-
     def count(self, block: TaskBlock, sign: int) -> None:
-        """Adds the memory and the load of a block, or takes them away."""
+        """Adds the memory, the load and the bytes of a block, or takes them away."""
         self.load += sign * block.load
+        self.sent_bytes += sign * block.sent_bytes
         self._memory.add(block.held, sign)
 
     @property

@@ -1,5 +1,8 @@
 """`jpipe.memory.pack_chunks` on random tensors, and on all models."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+import jpipe
 import models
 from jpipe.memory import best_chunk_size, pack_chunks
 
@@ -90,3 +94,24 @@ def test_wrong_inputs():
     for wrong in ([], [3, 0]):
         with pytest.raises(ValueError, match="`sizes` must hold at least one tensor"):
             pack_chunks(wrong, 8)
+
+
+def test_offload_moves_no_room_that_no_tensor_fills():
+    """What `Offload` moves instead: pieces of at most a chunk, of all bytes of the state and no others."""
+    sizes = [(128, 256), (256, 128), (128, 128)]
+    pipe = jpipe.Pipeline(
+        [functools.partial(nnx.Linear, *size, param_dtype=jnp.bfloat16) for size in sizes],
+        loss=lambda outputs, batch: jnp.mean(outputs**2),
+        optimizer=jpipe.optim.master_weights(optax.adamw(1e-3)),
+        schedule=jpipe.schedules.gpipe(1, 2),
+        offload=jpipe.Offload(optimizer=1.0, chunk=4096),
+    )
+    batch = {"inputs": jax.ShapeDtypeStruct((4, 128), jnp.bfloat16)}
+    group = pipe._program(batch).engine.layout["optimizer_state"]
+    pools = [group.shapes[name] for name in group.on_host]  # [1, pieces, *piece]
+    numbers = [number for rows, columns in sizes for number in (rows * columns, columns)]
+    assert sum(a.size * a.dtype.itemsize for a in pools) == 12 * sum(numbers)
+    assert all(math.prod(a.shape[2:]) <= 4096 for a in pools)
+    assert sum(a.shape[1] for a in pools) == 3 * sum(-(-number // 4096) for number in numbers)
+    layout = pack_chunks(numbers, best_chunk_size(numbers))
+    assert layout.num_bytes([4, 4, 4]) >= 12 * sum(numbers)

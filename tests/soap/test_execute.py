@@ -358,8 +358,14 @@ def bytes_of_whole_sums(graph, strategy, num_devices: int) -> int:
     So it does with terms of sums, and with gradients by what several shards read. A scatter of the result would send
     half.
     """
-    regions, more = Regions(graph), 0
+    return sum(whole_sums(graph, strategy, num_devices).values())
+
+
+def whole_sums(graph, strategy, num_devices: int) -> dict[str, int]:
+    """The bytes of `bytes_of_whole_sums` by operator."""
+    regions, result = Regions(graph), {}
     for i, (operator, config) in enumerate(zip(graph.operators, strategy)):
+        more = 0
         parts = math.prod(d for d, each in zip(config.degrees, operator.loops) if each.kind == "R")
         for output in operator.outputs:
             num_bytes = graph.tensors[output].num_bytes
@@ -372,7 +378,8 @@ def bytes_of_whole_sums(graph, strategy, num_devices: int) -> int:
             _, readers = np.unique(read, axis=0, return_counts=True)
             read_bytes = np.prod(read[0, :, 1] - read[0, :, 0]) * tensor.item_bytes
             more += int((readers - 1).sum()) * int(read_bytes)
-    return more
+        result[operator.name] = more
+    return result
 
 
 def check_bytes(case: Case, num_devices: int, turns: int = 1) -> None:

@@ -28,11 +28,9 @@ def simulator(graph, machine, strategy, sync="ring"):
 
 
 def fresh(one, sync="ring", change=None):
-    """A simulator's strategy, perhaps with one more change, built and simulated anew."""
+    """A simulator's strategy, perhaps with more changes, built and simulated anew."""
     old = one.tasks
-    strategy = list(old.strategy)
-    if change is not None:
-        strategy[change[0]] = change[1]
+    strategy = [(change or {}).get(i, config) for i, config in enumerate(old.strategy)]
     tasks = Tasks(old.graph, old.machine, old.costs, strategy, sync=sync)
     return tasks, full_simulation(tasks)
 
@@ -75,8 +73,13 @@ def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None, ov
         operator = int(rng.integers(space.num_operators))
         before = one.seconds
         limit = before * rng.uniform(0.95, 1.1) if rng.random() < 0.4 else math.inf
-        change = operator, space.draw(operator, rng)
-        seconds = one.try_change(*change, limit)
+        change = {operator: space.draw(operator, rng)}
+        if rng.random() < 0.3:  # several together
+            more = rng.integers(space.num_operators, size=3)
+            change |= {int(i): space.draw(int(i), rng) for i in more}
+            seconds = one.try_changes(change, limit)
+        else:
+            seconds = one.try_change(operator, change[operator], limit)
         if seconds < math.inf:
             assert seconds <= limit
             if move % every == 0:
