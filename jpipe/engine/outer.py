@@ -38,7 +38,7 @@ def outer_step(spec: TrainingPass, fragment: int | None, arrays: dict[str, Packe
         }
         taken = {field: {n: a[indices[field][n]] for n, a in packed.items()} for field, packed in arrays.items()}
         mean = lax.pmean(taken["parameters"], DATA)
-        after, state = local_steps.updated(taken["anchor"], mean, list(taken["outer_state"].values()))
+        after, state = local_steps.updated(taken["anchor"], mean, [taken["outer_state"][i] for i in leaves])
         changed = {"parameters": after, "anchor": after, "outer_state": dict(zip(leaves, state, strict=True))}
         return {
             field: {n: a.at[indices[field][n]].set(changed[field][n]) for n, a in packed.items()}

@@ -36,7 +36,10 @@ def batches(number):
     return [{"inputs": x, "targets": y} for x, y in arrays]
 
 
-def pipeline(local_steps=jpipe.LocalSteps(NESTEROV), schedule=schedules.one_f_one_b, S=2, data=LEARNERS, **options):
+DILOCO = jpipe.LocalSteps(NESTEROV)
+
+
+def pipeline(local_steps=DILOCO, schedule=schedules.one_f_one_b, S=2, data=LEARNERS, **options):
     schedule = schedule(S, N)
     return jpipe.Pipeline(
         LAYERS,
