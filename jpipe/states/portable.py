@@ -405,8 +405,8 @@ def warn_of_learners() -> None:
     """Warns that a state of learners has become one of another layout."""
     warn(
         "the state is of replicas that train apart (`local_steps`), and goes on with the weights of the last outer "
-        "step: call `outer_step` before. All replicas begin with the first learner's optimizer state and mutable state, "
-        "and the outer optimizer begins anew."
+        "step: call `outer_step` before. All replicas begin with the first learner's optimizer state and mutable "
+        "state, and the outer optimizer begins anew."
     )
 
 
