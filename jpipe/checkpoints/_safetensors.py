@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jpipe._util.paths import replaced
+from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean, suggests
 
 ENDING = ".safetensors"
@@ -87,10 +88,10 @@ class NameMap:
 
     def __post_init__(self) -> None:
         if isinstance(self.ignored, str) or not all(isinstance(name, str) for name in self.ignored):
-            raise TypeError(f"`ignored` must be a list of published names, got {self.ignored!r}.")
+            raise TypeError(f"`ignored` must be a list of published names, got {shown(self.ignored)}.")
         for rule in self.rules:
             if not isinstance(rule, NameRule):
-                raise TypeError(f"`rules` must be a list of jpipe.NameRule(published, model), got {rule!r} in it.")
+                raise TypeError(f"`rules` must be a list of jpipe.NameRule(published, model), got {shown(rule)} in it.")
             if rule.published.count("{}") != rule.model.count("{}"):
                 raise ValueError(
                     f"the rule from {rule.published!r} to {rule.model!r} must have as many {{}} on one side as on the "

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean, suggests
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import delay_of, spread
@@ -97,7 +98,7 @@ def diagnose_delay(
     for name in quantities:
         if name not in QUANTITIES:
             raise ValueError(
-                f"the diagnostics must be some of {', '.join(QUANTITIES)}, got {name!r}."
+                f"the diagnostics must be some of {', '.join(QUANTITIES)}, got {shown(name)}."
                 f"{did_you_mean(str(name), QUANTITIES)}"
             )
     optimizer = optax.with_extra_args_support(optimizer)
