@@ -33,6 +33,7 @@ _MODULE_OF = {
     "IDLE": "jpipe.schedule",
     "InitApply": "jpipe.layers.layer",
     "Linen": "jpipe.layers.layer",
+    "LocalSteps": "jpipe.options.local_steps",
     "LossScale": "jpipe.options.loss_scale",
     "Memory": "jpipe.costs",
     "NNX": "jpipe.layers.layer",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
+    from jpipe.options.local_steps import LocalSteps as LocalSteps
     from jpipe.options.loss_scale import LossScale as LossScale
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE

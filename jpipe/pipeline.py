@@ -38,6 +38,7 @@ from jpipe.mesh import DATA, make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
 from jpipe.options.host_memory import check_device_memory, check_offload
+from jpipe.options.local_steps import LocalSteps
 from jpipe.options.loss_scale import LossScale
 from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes
@@ -136,6 +137,8 @@ class Pipeline:
         entries of an activation, and of its gradient the same entries, unless "gradients" says otherwise. For other
         compressors the gradient passes what they round. Evaluation sends what training sends. None sends
         messages as they are.
+      local_steps: a `jpipe.LocalSteps`: replicas along "data" train apart, each on its rows with weights of its own,
+        until `outer_step` brings them together. None: they exchange gradients in every step.
       compress_gradients: a compressor of `jpipe.compress`, by which the replicas of a stage exchange gradients. The
         replicas are those along the axis "data", and the copies of a stage that the schedule has. What
         a replica does not send is added to its next gradient (error feedback). All replicas get the same gradient,
@@ -244,6 +247,7 @@ class Pipeline:
         shard_optimizer: bool = False,
         compress_messages: Compressor | Mapping[str, Compressor] | None = None,
         compress_gradients: Compressor | None = None,
+        local_steps: LocalSteps | None = None,
         accumulate_gradients: StreamingPCA | None = None,
         offload: Offload | None = None,
         device_memory: float | str | None = None,
@@ -286,12 +290,24 @@ class Pipeline:
             compress_messages=compress_messages,
             compress_gradients=compress_gradients,
             accumulate_gradients=accumulate_gradients,
+            local_steps=local_steps,
         )
         self.overlap = communication.overlap
         self.shard_optimizer = communication.shard_optimizer
         self.compress_messages = communication.compress_messages
         self.compress_gradients = communication.compress_gradients
         self.accumulate_gradients = communication.accumulate_gradients
+        self.local_steps = communication.local_steps
+        if communication.local_steps is not None:
+            shared = {
+                "shard_optimizer": communication.shard_optimizer,
+                "compress_gradients": communication.compress_gradients,
+                "accumulate_gradients": communication.accumulate_gradients,
+                "loss_scale": numbers.loss_scale,
+                "offload": offload,
+                "device_memory": device_memory,
+            }
+            communication.local_steps.check(self.mesh, schedule, shared)
         self._device_memory = check_device_memory(device_memory, offload, self.mesh)
         splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
         if model.number is None:
@@ -610,6 +626,8 @@ class Pipeline:
             microbatch = self._settings.microbatch(batch)
         program = self._program_of(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
+        if state.anchor:
+            portable.warn_of_learners()
         source = portable.to_portable(state, portable.layers_here(program))
         adopted = portable.from_portable(program, source, matching=optimizer == "matching")
         adopted = portable.with_compression_of(adopted, state)
@@ -777,6 +795,27 @@ class Pipeline:
         """
         checks.check_not_traced("trace", state, batch)
         return entry_points.load("trace")(self, self._adopted(state), batch, num_steps)
+
+    @public("outer_step", _flushes_together)
+    def outer_step(self, state: PipelineState, fragment: int | None = None) -> PipelineState:
+        """Brings the replicas of a pipeline with `local_steps` together: they go on with equal weights.
+
+        Args:
+          state: the training state, donated.
+          fragment: the part of the weights, from 0 to `local_steps.num_fragments` - 1; None: all of them.
+
+        Raises:
+          ValueError: if the pipeline has no `local_steps`, or there is no such fragment.
+        """
+        checks.check_not_traced("outer_step", state)
+        if self.local_steps is None:
+            raise ValueError(
+                "`outer_step` needs `Pipeline(local_steps=jpipe.LocalSteps(...))`: without it the replicas have equal "
+                "weights after every step."
+            )
+        self.local_steps.fragments(fragment)
+        state = self._adopted(state)
+        return state.program.outer_step(state, fragment)
 
     @public("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:

@@ -29,6 +29,7 @@ from train import asynchronous as methods
 from train.data import Dataset
 from train.imported import Imported
 from train.instructions import Instructions
+from train.learners import local_steps_of
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
 from train.streamed import Grain
@@ -287,6 +288,18 @@ class MeshConfig:
     offload_activations: int | None = None
     """The most microbatches whose stashes stay on a device; others go to host memory between their
     forward and their backward. None: all stay."""
+    local_steps: int | None = None
+    """The number of steps that the replicas of `mesh.data` train apart, each on its rows with weights of its own, until
+    they come together: DiLoCo. In between nothing is sent between them. `num_steps` is a multiple of it, and
+    evaluations have the weights of the last time. None: replicas exchange gradients in every step."""
+    outer_rate: float = 0.7
+    """With `local_steps`, the learning rate of the outer optimizer, which takes the replicas' mean movement as a
+    gradient. 1 with `outer_momentum=0` takes the mean of their weights."""
+    outer_momentum: float = 0.9
+    """With `local_steps`, the Nesterov momentum of the outer optimizer."""
+    fragments: int = 1
+    """With `local_steps`, the parts of the weights that come together one after the other within them, so that less is
+    sent at once: streaming DiLoCo."""
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Rules before those of `jpipe.AXIS_RULES`: the axes, separated by commas, that dims
     of a logical name are split over, or none. `rules.length=model` splits activations of a
@@ -301,6 +314,12 @@ class MeshConfig:
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         self.gradient_compressor()
         self.offload()
+        if self.local_steps is not None:
+            _check(self.local_steps >= 1, self, "local_steps", "must be at least 1")
+        _check(self.fragments >= 1, self, "fragments", "must be at least 1")
+        _check(self.outer_rate > 0, self, "outer_rate", "must be above 0")
+        _check(0 <= self.outer_momentum < 1, self, "outer_momentum", "must lie in [0, 1)")
+        local_steps_of(self)
         if self.device_memory is not None:
             if self.offload() is not None:
                 names = [f"offload_{part}" for part in _OFFLOADED]
@@ -346,6 +365,7 @@ class MeshConfig:
             "compress_gradients": self.gradient_compressor(),
             "offload": self.offload(),
             "device_memory": self.device_memory,
+            "local_steps": local_steps_of(self),
         }
 
     def gradient_compressor(self) -> Any:
@@ -687,6 +707,11 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         self._check_profile()
+        if self.mesh.local_steps is not None and self.num_steps % self.mesh.local_steps:
+            raise ValueError(
+                f"`num_steps` must be a multiple of `mesh.local_steps`, got {self.num_steps} and "
+                f"{self.mesh.local_steps}: the replicas' last steps would be in no weights."
+            )
         jpipe.optim.diagnose_delay(optax.identity(), self.diagnostics)  # refuses unknown names
         if self.asynchronous is not None:
             methods.METHODS[self.asynchronous].check(self)
@@ -773,7 +798,7 @@ class TrainConfig:
         """Refuses options for the replicas of a stage where there is one."""
         if self.mesh.data * max(self.pipeline.replicas or (1,)) > 1:
             return
-        for name in ("compress_gradients", "shard_optimizer"):
+        for name in ("compress_gradients", "shard_optimizer", "local_steps"):
             if getattr(self.mesh, name):
                 raise ValueError(
                     f"`mesh.{name}` {exclusions.without_replicas(name)}. Set `--config.mesh.data=2` or "

@@ -77,6 +77,7 @@ from train.data import (
 from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.fewer import fitted
 from train.interrupt import Interrupt
+from train.learners import after_step, mean_of_learners
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.processes import is_first, leave
 from train.resume import Resumed, Saver, read_command
@@ -438,6 +439,7 @@ def train(
                 tracer.before(step, state)
                 state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
                 tracer.after(step)
+                state = after_step(config.mesh, pipe, state, step)
                 num_units, asked = num_labels(batch), time.perf_counter()
                 batch = next(batches)
                 if metrics["loss"].is_ready():  # the devices have nothing to do until they get it
@@ -542,6 +544,7 @@ def record(
 
     `late` are the numbers of `late_gradients`, and `statistics` is that of the loss.
     """
+    metrics = mean_of_learners(metrics)
     finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
     norm = float(metrics["gradient_norm"])
     log.step(

@@ -382,6 +382,8 @@ def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manife
             optimizer=layout.get("optimizer"),
         )
         state = portable.from_portable(program, source)
+        if _layout.has_learners(layout):
+            portable.warn_of_learners()
         if _layout.has_compression(layout) or _layout.has_compression(mine):
             portable.warn_of_new_compression()
     pipe._fix_cut(program)

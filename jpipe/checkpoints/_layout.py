@@ -124,6 +124,11 @@ def first_hyperparams(layout: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {path: np.asarray(value) for path, value in saved.items()}
 
 
+def has_learners(layout: Mapping[str, Any]) -> bool:
+    """Returns whether a layout is of replicas that train apart."""
+    return any(name.startswith("['anchor']") for name in layout["arrays"])
+
+
 def has_compression(layout: Mapping[str, Any]) -> bool:
     """Returns whether a layout has arrays that compressors keep."""
     return any("_compression'" in name for name in layout["arrays"])

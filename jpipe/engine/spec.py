@@ -24,6 +24,7 @@ from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.lowering.target import Target, target_of
 from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
+from jpipe.options.local_steps import LocalSteps
 from jpipe.options.numbers import Numbers
 from jpipe.packing import Leaf, Packing
 from jpipe.schedule import Schedule
@@ -104,8 +105,13 @@ class PassSpec(abc.ABC):
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of each stage, along the axis "data"."""
-        return self.mesh.shape.get(DATA, 1)
+        """Replicas of each stage between which a pass exchanges anything, along the axis "data"."""
+        return self.mesh.shape.get(DATA, 1) if self.local_steps is None else 1
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """See `StateFacts`. A prediction reads weights that all replicas have."""
+        return None
 
     @property
     def target(self) -> Target:
@@ -131,6 +137,7 @@ class PassSpec(abc.ABC):
             packings=self.packings,
             array_rows=self.array_rows,
             microbatch=self.microbatch,
+            local_steps=self.local_steps,
             message_compression=jax.eval_shape(self.first_message_compression),
         )
 

@@ -31,6 +31,7 @@ from jpipe.engine.state_arrays import (
     StateArray,
     StateFacts,
     apart_on_replicas,
+    as_learners_hold,
     buffer,
 )
 from jpipe.layers.avals import is_inexact
@@ -174,7 +175,22 @@ def _first_scale(engine: Any) -> dict[str, np.ndarray]:
 
 
 def _state_held(facts: StateFacts) -> OnReplicas:
-    return OnReplicas.PART if facts.shares_updates else OnReplicas.EQUAL
+    return OnReplicas.PART if facts.shares_updates else as_learners_hold(facts)
+
+
+def _anchor(facts: StateFacts) -> dict[str, Any]:
+    return {} if facts.local_steps is None else _parameters(facts)
+
+
+def _outer_state(facts: StateFacts) -> dict[str, Any]:
+    if facts.local_steps is None:
+        return {}
+    return {i: leaf.shape for i, leaf in facts.local_steps.state_leaves(_parameters(facts)).items()}
+
+
+def _first_outer_state(engine: Any) -> dict[str, Any]:
+    local_steps = engine.communication.local_steps
+    return {} if local_steps is None else local_steps.first_state(engine.layout["parameters"].shapes)
 
 
 STATE_ARRAYS = (
@@ -182,6 +198,7 @@ STATE_ARRAYS = (
         "parameters",
         "weights",
         _parameters,
+        held=as_learners_hold,
         adopted=Adopted.LEAVES,
         memory="weights",
         words="weights",
@@ -198,6 +215,7 @@ STATE_ARRAYS = (
         "read_parameters",
         "weights",
         _read_parameters,
+        held=as_learners_hold,
         adopted=Adopted.COMPUTED,
         memory="weights",
         words="read weights",
@@ -217,6 +235,7 @@ STATE_ARRAYS = (
         "mutable_state",
         "state",
         lambda facts: packed_shapes(None, facts.packings.mutable_state, facts.array_rows["mutable_state"]),
+        held=as_learners_hold,
         adopted=Adopted.LEAVES,
         leaves=LayerLeaves(
             "mutable_state",
@@ -224,6 +243,30 @@ STATE_ARRAYS = (
             lambda layer: layer.state,
         ),
         in_forward_only=True,
+    ),
+    StateArray(
+        "anchor",
+        "weights",
+        _anchor,
+        adopted=Adopted.LEAVES,
+        memory="weights",
+        words="weights of the last outer step",
+        leaves=LayerLeaves(
+            "params",
+            functools.partial(_run_leaves, "parameters"),
+            lambda layer: layer.parameters,
+        ),
+        rows="parameters",
+        has_versions=True,
+    ),
+    StateArray(
+        "outer_state",
+        "optimizer",
+        _outer_state,
+        adopted=Adopted.ANEW,
+        memory="optimizer",
+        words="outer optimizer",
+        first=_first_outer_state,
     ),
     StateArray(
         "loss_scale",
@@ -361,6 +404,8 @@ class PipelineState:
         share it.
       mutable_state: packed mutable state of the layers, `[D * R, ...]`;
         `Pipeline.get_mutable_state` unpacks it.
+      anchor: the weights of the last outer step, packed like `parameters`; empty without `local_steps`.
+      outer_state: the state of the outer optimizer, `[D * R, ...]` and `[D * fragments, ...]`; empty without.
       loss_scale: the loss scale and its counter, `[D]` each; empty without a loss scale.
       gradient_compression: the state of the compression of gradients on each device: "error", packed like
         `gradients`, and "states" of the compressor, `[devices * R, ...]`; empty without compression.
@@ -377,6 +422,8 @@ class PipelineState:
     read_parameters: Mapping[str, Mapping[str, jax.Array]]
     optimizer_state: Mapping[str, jax.Array]
     mutable_state: Mapping[str, jax.Array]
+    anchor: Mapping[str, jax.Array]
+    outer_state: Mapping[str, jax.Array]
     loss_scale: Mapping[str, jax.Array]
     gradient_compression: Mapping[str, Any]
     message_compression: Mapping[str, Any]

@@ -12,6 +12,7 @@ from jpipe.engine.shapes import StatePackings
 from jpipe.layers.layer import Layer
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.lower import Lowered
+from jpipe.options.local_steps import LocalSteps
 from jpipe.options.loss_scale import LossScale
 from jpipe.packing import Place
 from jpipe.stages.cut import Stages
@@ -62,6 +63,7 @@ class StateFacts:
       norm_dtype: dtype of gradient norms.
       weight_dtype: dtype of the weights of minibatches; None: the loss is a mean.
       shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
+      local_steps: the outer step of replicas whose weights are their own; None: those of replicas are equal.
       tick_stashes: the stashes that are no part of the state.
       gradient_compression: local shapes of the state of the compression of gradients.
       message_compression: local shapes of the state of the compression of messages.
@@ -78,6 +80,7 @@ class StateFacts:
     norm_dtype: Any = np.dtype(np.float32)
     weight_dtype: Any = None
     shares_updates: bool = False
+    local_steps: LocalSteps | None = None
     tick_stashes: Container[str] = ()
     gradient_compression: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message_compression: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -100,6 +103,11 @@ class LayerLeaves(NamedTuple):
 
 def equal_on_replicas(facts: StateFacts) -> OnReplicas:
     return OnReplicas.EQUAL
+
+
+def as_learners_hold(facts: StateFacts) -> OnReplicas:
+    """What an update writes is equal on replicas, but for those that train apart."""
+    return OnReplicas.EQUAL if facts.local_steps is None else OnReplicas.PART
 
 
 def apart_on_replicas(facts: StateFacts) -> OnReplicas:

@@ -22,6 +22,7 @@ from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.options.communication import Communication
+from jpipe.options.local_steps import LocalSteps
 from jpipe.packing import Packing, Place
 from jpipe.stages.extra_args import hooked_passes, read_delays
 from jpipe.stages.gradient_groups import (
@@ -71,6 +72,11 @@ class TrainingPass(PassSpec):
     updates: StageUpdates
     communication: Communication
     offload: Offload
+
+    @property
+    def local_steps(self) -> LocalSteps | None:
+        """See `StateFacts`."""
+        return self.communication.local_steps
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:

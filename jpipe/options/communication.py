@@ -10,6 +10,7 @@ from jpipe._util.foreign import shown
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.mesh import DATA
 from jpipe.options import exclusions
+from jpipe.options.local_steps import LocalSteps
 from jpipe.options.record import Options
 from jpipe.schedule import Schedule
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
@@ -26,6 +27,7 @@ class Communication(Options):
       compress_messages: the compressors of activations between stages, and of their gradients.
       compress_gradients: the compressor of gradients between replicas; None: they are sent as they are.
       accumulate_gradients: the form in which gradients that are products are accumulated; None: as they are.
+      local_steps: the outer step of replicas that train apart; None: they exchange gradients.
     """
 
     overlap: bool
@@ -33,6 +35,7 @@ class Communication(Options):
     compress_messages: MessageCompression
     compress_gradients: Compressor | None
     accumulate_gradients: StreamingPCA | None
+    local_steps: LocalSteps | None = None
 
     @classmethod
     def checked(
@@ -45,6 +48,7 @@ class Communication(Options):
         compress_messages: Any,
         compress_gradients: Any,
         accumulate_gradients: Any,
+        local_steps: Any = None,
     ) -> "Communication":
         """The options as a user gives them.
 
@@ -57,7 +61,9 @@ class Communication(Options):
         gradients = _check_compress_gradients(compress_gradients, mesh, schedule, shard)
         exclude = {"compress_gradients": gradients, "shard_optimizer": shard}
         accumulate = _check_accumulate_gradients(accumulate_gradients, mesh, schedule, exclude)
-        return cls(overlap, shard, messages, gradients, accumulate)
+        if not isinstance(local_steps, LocalSteps | None):
+            raise ValueError(f"`local_steps` must be a `jpipe.LocalSteps`, got {shown(local_steps)}.")
+        return cls(overlap, shard, messages, gradients, accumulate, local_steps)
 
     @property
     def compresses(self) -> bool:
@@ -88,7 +94,8 @@ class Communication(Options):
     @property
     def parts(self) -> dict[str, Any]:
         """See `Options`."""
-        return super().parts | {"compress_messages": tuple(self.compress_messages)}
+        local_steps = None if self.local_steps is None else self.local_steps.text
+        return super().parts | {"compress_messages": tuple(self.compress_messages), "local_steps": local_steps}
 
 
 def _check_replicas(argument: str, mesh: Mesh, schedule: Schedule) -> None:

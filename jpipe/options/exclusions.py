@@ -13,6 +13,7 @@ from jpipe.schedule import Schedule
 _SHARED_BY_REPLICAS = {
     "shard_optimizer": "shares the optimizer's state between the replicas of a stage",
     "compress_gradients": "compresses what the replicas of a stage exchange",
+    "local_steps": "is for replicas of a stage that train apart",
 }
 
 

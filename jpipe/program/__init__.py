@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import sampled_checksum
-from jpipe.engine import traffic
+from jpipe.engine import outer, traffic
 from jpipe.engine.calls import call_bounded
 from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import in_all_versions, run_training
@@ -31,6 +31,7 @@ from jpipe.layers.avals import check_nans, shapes_key
 from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
+from jpipe.mesh import DATA, STAGE
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
@@ -107,7 +108,8 @@ class Program:
             offload=settings.offload,
         )
         self._check_compression()
-        everywhere = NamedSharding(settings.mesh, PartitionSpec())
+        # The metrics of learners stay with them.
+        everywhere = NamedSharding(settings.mesh, PartitionSpec(*[DATA] * (self.engine.local_steps is not None)))
         options: dict[str, Any] = dict(
             donate_argnums=0 if settings.donate else (),
             out_shardings=(*self._state_shardings(), everywhere),
@@ -342,6 +344,19 @@ class Program:
         """The argument of `step` and `flush` that holds the table."""
         return self.engine.place_rows()
 
+    @functools.cached_property
+    def _outer_step(self) -> Callable[..., Any]:
+        def run(fragment: int | None, arrays: dict[str, Any]) -> dict[str, Any]:
+            return outer.outer_step(self.engine, fragment, arrays)
+
+        return jax.jit(run, static_argnums=0, donate_argnums=1 if self.settings.donate else ())
+
+    def outer_step(self, state: PipelineState, fragment: int | None) -> PipelineState:
+        """Brings learners together: see `jpipe.options.local_steps`."""
+        arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
+        with _watchdog.Phase("outer_step", _watchdog.LONG, self.settings.rows is not None):
+            return dataclasses.replace(state, **self._outer_step(fragment, arrays))
+
     def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
         """The metrics that `flush` returns where nothing was in flight."""
         loss = self.traced.loss
@@ -406,7 +421,8 @@ class Program:
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
         batch = self.batches.microbatches(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
-        return self._pack_outputs(state, self._metrics(totals))
+        metrics = self._metrics if self.engine.local_steps is None else jax.vmap(self._metrics)
+        return self._pack_outputs(state, metrics(totals))
 
     def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array):
         """One pass over the table: the new state, and the totals that `_metrics` takes."""
@@ -414,7 +430,7 @@ class Program:
         kept, in_flight, results = run_training(
             engine,
             PassInputs(
-                kept=state.kept(),
+                kept={name: a for name, a in state.kept().items() if name not in outer.OUTER},
                 in_flight=state.in_flight(),
                 counters=engine.counters(state.counters()),
                 num_entered=num_entered,
@@ -422,20 +438,32 @@ class Program:
                 rows=rows,
             ),
         )
-        columns = [d * engine.lowered.num_chunks + chunk for d, chunk in self.placement]
-        totals = {
-            "loss": results["loss"].sum(),
-            "aux": [a.sum(axis=0) for a in results["aux"]],
-            "count": results["count"].sum(),
-            "gradient_norm": results["gradient_norm"][0],
-            "skipped_updates": results["skipped"][np.array(columns)],
-        }
+        totals = self._totals(results)
+        if engine.local_steps is not None:
+            totals = jax.vmap(self._totals)(jax.tree.map(self._by_learner, results))
         if self.settings.numbers.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
         if self.settings.communication.compresses:
             totals["compression"] = self._compression_counts(kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
+
+    def _totals(self, results: Mapping[str, Any]) -> dict[str, Any]:
+        """The sums of the results of devices."""
+        columns = [d * self.engine.lowered.num_chunks + chunk for d, chunk in self.placement]
+        return {
+            "loss": results["loss"].sum(),
+            "aux": [a.sum(axis=0) for a in results["aux"]],
+            "count": results["count"].sum(),
+            "gradient_norm": results["gradient_norm"][0],
+            "skipped_updates": results["skipped"][np.array(columns)],
+        }
+
+    def _by_learner(self, result: jax.Array) -> jax.Array:
+        """A result of devices with an axis of learners before it, of which each stays on its devices."""
+        R = self.settings.num_replicas
+        sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA, STAGE))
+        return jax.lax.with_sharding_constraint(result.reshape(R, len(result) // R, *result.shape[1:]), sharding)
 
     def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
         return traffic.counts(self.engine, self.settings.communication.compress_messages, kept)
@@ -450,7 +478,7 @@ class Program:
         loss, aux = mean_of_sums(totals["loss"], sums, count)
         metrics = {
             "loss": loss,
-            "num_microbatches": count // self.settings.num_replicas,
+            "num_microbatches": count // self.engine.num_replicas,
             "gradient_norm": totals["gradient_norm"],
             "skipped_updates": totals["skipped_updates"],
         }

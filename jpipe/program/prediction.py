@@ -217,4 +217,10 @@ class Predictor:
 
 
 def _read(state: PipelineState) -> dict[str, Any]:
-    return {name: getattr(state, name) for name in _READ}
+    arrays = {name: getattr(state, name) for name in _READ}
+    if not state.anchor:
+        return arrays
+    # Of learners: the weights that they began with together, and the first one's other state.
+    learners = state.program.settings.num_replicas
+    first = jax.tree.map(lambda a: a[: len(a) // learners], state.mutable_state)
+    return arrays | {"parameters": state.anchor, "mutable_state": first}

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.engine.state import STATE_ARRAYS, PipelineState
-from jpipe.engine.state_arrays import Adopted, StateArray
+from jpipe.engine.state_arrays import Adopted, OnReplicas, StateArray
 from jpipe.layers.model_tree import path_in_model
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
@@ -200,7 +200,11 @@ def _owner(program: Program, number: int, newest: int) -> Owner:
     def stored(array: StateArray, place: Place, row: int) -> Stored:
         rows = engine.array_rows[array.rows or array.name]
         piece = Piece(None, place, place.shape, (), stages.vocabulary.parted.get(place))
-        copies = [(d, _lead(rows, place.array, d, r)) for d, r in rows_of(array)]
+        copies = [
+            (d, _lead(rows, place.array, d, r, replica))
+            for replica in range(_num_states(program, array.name))
+            for d, r in rows_of(array)
+        ]
         return _stored(array.name, [(piece, copies)], row)
 
     weights = next(a for a in LAYER_ARRAYS if a.name == "parameters")
@@ -215,18 +219,24 @@ def _owner(program: Program, number: int, newest: int) -> Owner:
                 for layer, places, row in array.leaves.places(stages, number)
             }
             for array in LAYER_ARRAYS
-            if array.leaves is not None
+            if array.leaves is not None and engine.layout[array.name].shapes
         },
         weights=[[stored(weights, place, row) for place, row in tied_places] for tied_places in update.parameters],
         optimizer_state=_stored_state(program, number),
     )
 
 
+def _num_states(program: Program, array: str) -> int:
+    """The number of replicas with numbers of their own in an array."""
+    layout = program.engine.layout
+    return 1 if layout[array].held is OnReplicas.EQUAL else layout.num_replicas
+
+
 def _stored_state(program: Program, number: int) -> dict[str, Stored]:
     """Path -> leaf of the optimizer's state of an owner."""
     engine, copies = program.engine, program.engine.lowered.owner_copies[number]
     rows = engine.array_rows["optimizer_state"]
-    num_states = engine.layout.num_replicas if engine.shares_updates else 1
+    num_states = _num_states(program, "optimizer_state")
 
     def copies_of(piece: Piece) -> list[tuple[int, tuple[int]]]:
         """The device and the lead of the piece, on every replica and copy that have it."""

@@ -401,6 +401,15 @@ def _meaning(program: Program) -> tuple:
     )
 
 
+def warn_of_learners() -> None:
+    """Warns that a state of learners has become one of another layout."""
+    warn(
+        "the state is of replicas that train apart (`local_steps`), and goes on with the weights of the last outer "
+        "step: call `outer_step` before. All replicas begin with the first learner's optimizer state and mutable "
+        "state, and the outer optimizer begins anew."
+    )
+
+
 def warn_of_new_compression() -> None:
     """Warns that a state continues without the arrays of its compressors."""
     warn(

@@ -20,6 +20,8 @@ GROUPS = (
     "read_parameters",
     "optimizer_state",
     "mutable_state",
+    "anchor",
+    "outer_state",
     "loss_scale",
     "gradient_compression",
     "message_compression",

@@ -72,6 +72,7 @@ OPTIONS = {
     "`compress_messages`": dict(compress_messages=jpipe.compress.Quantize(8)),
     "`compress_gradients`": dict(compress_gradients=jpipe.compress.TopK(0.5)),
     "`accumulate_gradients`": dict(accumulate_gradients=jpipe.compress.StreamingPCA(1)),
+    "`local_steps`": dict(local_steps=jpipe.LocalSteps(optax.sgd(1.0))),
     '`recompute="full"`': dict(recompute="full"),
     "a loss scale that moves": dict(loss_scale=jpipe.LossScale()),
     "`forward_params`": dict(forward_params=jpipe.optim.predicted_params),
@@ -106,7 +107,7 @@ def check(*features):
     if offload:
         options["offload"] = jpipe.Offload(**offload)
     sizes = {AXES[feature]: 2 for feature in features if feature in AXES}
-    needs_replicas = {"shard_optimizer", "compress_gradients"} & options.keys()
+    needs_replicas = {"shard_optimizer", "compress_gradients", "local_steps"} & options.keys()
     if needs_replicas and COPIES not in features:
         sizes["data"] = 2
     replicas = {"replicas": (1, 2)} if COPIES in features else {}

@@ -1,0 +1,190 @@
+"""Replicas that train apart for some steps, and then agree: local SGD and DiLoCo."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.tree_util import DictKey
+
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
+from jpipe.layers.elementwise import ELEMENTWISE
+from jpipe.mesh import DATA, STAGE
+from jpipe.schedule import Schedule
+
+Packed = dict[str, jax.Array]
+
+
+class StateLeaf(NamedTuple):
+    """A leaf of the state of the outer optimizer on a device.
+
+    Attributes:
+      shape: its shape and dtype. What belongs to no weight has an axis over fragments.
+      weights: the array of packed weights that it belongs to; None: it belongs to none, such as a count of updates.
+    """
+
+    shape: jax.ShapeDtypeStruct
+    weights: str | None
+
+
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond", "while")
+
+
+@suggests
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalSteps:
+    """Replicas along "data" that update weights of their own, until `Pipeline.outer_step` brings them together.
+
+    In a step no gradient is exchanged between replicas: each is a learner, with its rows of the minibatch, its weights,
+    its optimizer's state and its moving averages. `Pipeline.outer_step` takes the mean w of their weights and gives the
+    difference from the weights of the last outer step, a - w, as a gradient to an optimizer. Its result is the weights
+    of all learners from then on. Their optimizers' states stay their own.
+
+    Attributes:
+      outer: the optimizer of the outer step. `optax.sgd(0.7, momentum=0.9, nesterov=True)` is DiLoCo's;
+        `optax.sgd(1.0)` takes the mean, which is local SGD. It works element by element, so that the weights of all
+        layers may lie in one vector.
+      num_fragments: the parts that the weights of each device are cut into. `outer_step(state, fragment=k)` brings
+        together part k alone: streaming DiLoCo sends one part at a time.
+
+    Raises:
+      ValueError: if `outer` is no optimizer, or looks at more than one element; or `num_fragments` is not at least 1.
+
+    References:
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv:2311.08105,
+      algorithm 1. Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, arXiv:2501.18512, section
+      2.1. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767.
+    """
+
+    outer: optax.GradientTransformation
+    num_fragments: int = 1
+
+    def __post_init__(self) -> None:
+        if not (callable(getattr(self.outer, "init", None)) and callable(getattr(self.outer, "update", None))):
+            raise ValueError(f"`outer` must be an Optax transform, such as optax.sgd(0.7), got {shown(self.outer)}.")
+        if isinstance(self.num_fragments, bool) or not isinstance(self.num_fragments, int) or self.num_fragments < 1:
+            raise ValueError(f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}.")
+        wrong = _first_other(self._traced.jaxpr)
+        if wrong:
+            raise ValueError(
+                f"`outer` must work element by element, and its update has `{wrong}`: the weights of all layers lie in "
+                "one vector, in which a norm or a product has no meaning. Take SGD, momentum or Adam."
+            )
+
+    @functools.cached_property
+    def _traced(self) -> Any:
+        """The update of an array."""
+        weights = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+        state = jax.eval_shape(self.outer.init, weights)
+        return jax.make_jaxpr(self.outer.update)(weights, state, weights)
+
+    @property
+    def text(self) -> str:
+        """What it computes, for the comparison of two pipelines."""
+        return f"{self.num_fragments} {self._traced}"
+
+    def check(self, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]) -> None:
+        """Refuses a pipeline in which replicas cannot be apart.
+
+        Args:
+          mesh: the devices.
+          schedule: the table.
+          others: name -> value of the arguments that exclude it.
+
+        Raises:
+          ValueError: says why.
+        """
+        if mesh.shape.get(DATA, 1) == 1:
+            raise ValueError(
+                f'`local_steps` is for replicas along the axis "data", and the mesh has {dict(mesh.shape)}. Give the '
+                f"mesh one: `jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, or leave `local_steps` out."
+            )
+        split = [name for name, size in mesh.shape.items() if size > 1 and name not in (STAGE, DATA)]
+        if split:
+            raise ValueError(
+                f"`local_steps` takes weights that are whole on a device, and the mesh splits them over {split}. Leave "
+                'these axes out, and use "data" alone.'
+            )
+        if not schedule.synchronous:
+            raise ValueError(
+                f"`local_steps` needs a synchronous schedule, got {schedule.name!r}: microbatches in flight read "
+                "weights from before an outer step. Choose one_f_one_b or another synchronous one."
+            )
+        if schedule.has_copies:
+            raise ValueError(
+                '`local_steps` is for replicas along "data", and the schedule has copies of stages. Take one without '
+                "`replicas`."
+            )
+        for name, value in others.items():
+            if value:
+                raise ValueError(
+                    f"`local_steps` and `{name}` exclude each other: replicas share nothing in a step. Leave one of "
+                    "them out."
+                )
+
+    def fragments(self, fragment: int | None) -> range:
+        """The fragments that an outer step brings together.
+
+        Raises:
+          ValueError: if there is no such fragment.
+        """
+        P = self.num_fragments
+        if fragment is None:
+            return range(P)
+        if isinstance(fragment, bool) or not isinstance(fragment, int) or not 0 <= fragment < P:
+            raise ValueError(f"`fragment` must be from 0 to {P - 1}, of `num_fragments={P}`, got {shown(fragment)}.")
+        return range(fragment, fragment + 1)
+
+    def part(self, fragment: int, size: int) -> slice:
+        """The fragment of so many numbers."""
+        return slice(fragment * size // self.num_fragments, (fragment + 1) * size // self.num_fragments)
+
+    def state_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, StateLeaf]:
+        """The leaves of the state of `outer`, by number."""
+        state = jax.eval_shape(self.outer.init, dict(weights))
+        leaves = {}
+        for i, (path, a) in enumerate(jax.tree.leaves_with_path(state)):
+            name = next((n for n, w in weights.items() if a.shape == w.shape and path[-1:] == (DictKey(n),)), None)
+            shape = a.shape if name is not None else (self.num_fragments, *a.shape)
+            leaves[str(i)] = StateLeaf(jax.ShapeDtypeStruct(shape, a.dtype), name)
+        return leaves
+
+    def first_state(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """The state before training, on a device."""
+        zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in weights.items()}
+        values = jax.tree.leaves(self.outer.init(zeros))
+        leaves = self.state_leaves(weights).values()
+        return {str(i): jnp.broadcast_to(a, leaf.shape.shape) for i, (a, leaf) in enumerate(zip(values, leaves))}
+
+    def updated(self, anchor: Packed, mean: Packed, state: Sequence[jax.Array]) -> tuple[Packed, list[jax.Array]]:
+        """The weights of a fragment after an outer step, and the leaves of the new state.
+
+        Args:
+          anchor: the weights of the last outer step.
+          mean: the mean of the learners' weights.
+          state: the leaves of the state of `outer` for these weights.
+        """
+        tree = jax.tree.structure(jax.eval_shape(self.outer.init, anchor))
+        moved = jax.tree.map(jnp.subtract, anchor, mean)
+        updates, outer_state = self.outer.update(moved, tree.unflatten(state), anchor)
+        weights: Any = optax.apply_updates(anchor, updates)
+        return weights, jax.tree.leaves(outer_state)
+
+
+def _first_other(jaxpr: Any) -> str:
+    """The name of a primitive that does not work element by element; empty if there is none."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+        if inner and name in _CALLS:
+            wrong = next(filter(None, (_first_other(getattr(p, "jaxpr", p)) for p in inner)), "")
+            if wrong:
+                return wrong
+        elif name not in (*ELEMENTWISE, "broadcast_in_dim") and any(v.aval.shape for v in eqn.invars):
+            return name
+    return ""

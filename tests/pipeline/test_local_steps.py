@@ -1,0 +1,219 @@
+"""`jpipe.LocalSteps`: a plain loop of learners, the bytes between them, evaluation, checkpoints, adoption, refusals."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from collectives import collectives
+from flax import nnx
+from helpers import assert_close, refused
+
+import jpipe
+from jpipe import schedules
+
+DIM, LEARNERS, N, ROWS, KEY = 4, 2, 2, 2, jax.random.key(0)
+LAYERS = [functools.partial(nnx.Linear, DIM, DIM) for _ in range(4)]
+INNER = optax.chain(jpipe.optim.clip_by_global_norm(0.5), optax.adam(0.05))
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def loss(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def plain(params, batch):
+    x = batch["inputs"]
+    for layer in params:
+        x = x @ layer["kernel"] + layer["bias"][None]
+    return loss(x, batch)
+
+
+def batches(number):
+    arrays = np.random.default_rng(0).standard_normal((number, 2, LEARNERS * N * ROWS, DIM)).astype("float32")
+    return [{"inputs": x, "targets": y} for x, y in arrays]
+
+
+DILOCO = jpipe.LocalSteps(NESTEROV)
+
+
+def pipeline(local_steps=DILOCO, schedule=schedules.one_f_one_b, S=2, data=LEARNERS, **options):
+    schedule = schedule(S, N)
+    return jpipe.Pipeline(
+        LAYERS,
+        **{"loss": loss, "optimizer": INNER, **options},
+        schedule=schedule,
+        mesh=jpipe.make_mesh(stage=schedule.num_devices, data=data),
+        local_steps=local_steps,
+    )
+
+
+class Learners:
+    """The plain loop: every learner with weights of its own, on one device."""
+
+    def __init__(self, params, outer):
+        self.anchor, self.outer, self.outer_state = params, outer, outer.init(params)
+        self.weights, self.states = [params] * LEARNERS, [optax.adam(0.05).init(params)] * LEARNERS
+
+    def step(self, batch):
+        losses, norms = [], []
+        for r in range(LEARNERS):
+            size = len(batch["inputs"]) // LEARNERS
+            rows = {name: a[r * size : (r + 1) * size] for name, a in batch.items()}
+            value, gradients = jax.value_and_grad(plain)(self.weights[r], rows)
+            norm = float(optax.global_norm(gradients))
+            gradients = jax.tree.map(lambda g: g * min(1, 0.5 / norm), gradients)  # noqa: B023
+            updates, self.states[r] = optax.adam(0.05).update(gradients, self.states[r])
+            self.weights[r] = optax.apply_updates(self.weights[r], updates)
+            losses.append(float(value))
+            norms.append(norm)
+        return losses, norms
+
+    def outer_step(self):
+        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *self.weights)
+        moved = jax.tree.map(jnp.subtract, self.anchor, mean)
+        updates, self.outer_state = self.outer.update(moved, self.outer_state, self.anchor)
+        self.anchor = optax.apply_updates(self.anchor, updates)
+        self.weights = [self.anchor] * LEARNERS
+
+
+def check_equal(pipe, state, data, learners, every=2):
+    for i, batch in enumerate(data):
+        state, metrics = pipe.step(state, batch)
+        losses, norms = learners.step(batch)
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+        np.testing.assert_allclose(metrics["gradient_norm"], norms, rtol=1e-5)
+        if (i + 1) % every == 0:
+            state = pipe.outer_step(state)
+            learners.outer_step()
+            assert_close(pipe.get_params(state), learners.anchor, "float32")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("schedule", "S", "outer"),
+    [
+        (schedules.one_f_one_b, 2, NESTEROV),
+        pytest.param(schedules.gpipe, 2, optax.adam(0.1), marks=pytest.mark.exhaustive),
+        pytest.param(schedules.zero_bubble_h1, 2, optax.sgd(1.0), marks=pytest.mark.exhaustive),
+        pytest.param(schedules.interleaved, 4, NESTEROV, marks=pytest.mark.exhaustive),
+        pytest.param(schedules.zero_bubble_v, 4, NESTEROV, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_it_trains_as_a_plain_loop_of_learners(schedule, S, outer):
+    pipe, data = pipeline(jpipe.LocalSteps(outer), schedule, S), batches(5)
+    state = pipe.init(KEY, data[0])
+    learners = Learners(jax.tree.map(jnp.asarray, pipe.get_params(state)), outer)
+    state = check_equal(pipe, state, data, learners)
+    # In between, the weights are those of the last outer step, also in a prediction.
+    assert_close(pipe.get_params(state), learners.anchor, "float32")
+    np.testing.assert_allclose(pipe.evaluate(state, data[0])["loss"], plain(learners.anchor, data[0]), rtol=1e-5)
+
+
+def test_nothing_is_sent_between_learners_in_a_step():
+    """Read in the compiled program: every collective and every permute is within one learner."""
+    pipe, data = pipeline(), batches(1)
+    mesh = pipe.mesh  # devices are numbered along "data" first
+    learner_of = {position: r for r, row in enumerate(np.arange(mesh.size).reshape(LEARNERS, -1)) for position in row}
+    text = pipe.lower(data[0]).compile().as_text()
+    groups = [group for c in collectives(text) if c.groups for group in c.groups]
+    assert groups and all(len({learner_of[d] for d in group}) == 1 for group in groups)
+    pairs = [line for line in text.splitlines() if "source_target_pairs" in line]
+    sent = [tuple(map(int, pair.split(","))) for line in pairs for pair in _pairs(line)]
+    assert sent and all(learner_of[a] == learner_of[b] for a, b in sent)
+
+
+def _pairs(line):
+    inside = line.partition("source_target_pairs={{")[2].partition("}}")[0]
+    return inside.split("},{")
+
+
+def test_fragments_come_together_one_at_a_time():
+    """Each with the outer optimizer's count and momentum of its own; all of them are the whole."""
+    outer = optax.adam(0.1)
+    whole, parted = pipeline(jpipe.LocalSteps(outer)), pipeline(jpipe.LocalSteps(outer, num_fragments=3))
+    data = batches(2)
+    one, three = (pipe.init(KEY, data[0]) for pipe in (whole, parted))
+    for batch in data:
+        one, _ = whole.step(one, batch)
+        three, _ = parted.step(three, batch)
+        one = whole.outer_step(one)
+        before, moved = parted.get_params(three), 0
+        for k in (2, 0, 1):
+            three = parted.outer_step(three, fragment=k)
+            after = parted.get_params(three)
+            pairs = list(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+            number = sum((a != b).sum() for a, b in pairs)
+            assert 0.2 < (number - moved) / sum(a.size for a, _ in pairs) < 0.5
+            moved = number
+        assert_close(parted.get_params(three), whole.get_params(one), "float32")
+    other = parted.outer_step(three)  # all fragments in one call
+    again = whole.outer_step(one)
+    assert_close(parted.get_params(other), whole.get_params(again), "float32")
+
+
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+    pipe, data = pipeline(), batches(4)
+    state = pipe.init(KEY, data[0])
+    for batch in data[:2]:
+        state, _ = pipe.step(state, batch)
+    state = pipe.outer_step(state)
+    state, _ = pipe.step(state, data[2])  # learners are apart
+    with jpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(pipeline(), data[0]).state
+    ends = []
+    for one in (state, restored):
+        one, metrics = pipe.step(one, data[3])
+        one = pipe.outer_step(one)
+        ends.append((np.asarray(metrics["loss"]), pipe.get_params(one)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_adopted_by_a_pipeline_whose_replicas_agree_and_back():
+    pipe, other, data = pipeline(), pipeline(None, schedules.gpipe), batches(2)
+    state, _ = pipe.step(pipe.init(KEY, data[0]), data[0])
+    state = pipe.outer_step(state)
+    with pytest.warns(UserWarning, match="goes on with the weights of the last outer step.*the first learner's"):
+        adopted = other.adopt(state)
+    assert_close(other.get_params(adopted), pipe.get_params(state), "float32")
+    back = pipe.adopt(other.step(adopted, data[1])[0])
+    back, _ = pipe.step(back, data[1])
+    assert np.isfinite(jax.tree.leaves(pipe.get_params(pipe.outer_step(back)))[0]).all()
+
+
+PARTS = "must work element by element, and its update has"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: jpipe.LocalSteps(3), "`outer` must be an Optax transform"),
+        (lambda: jpipe.LocalSteps(optax.chain(optax.clip_by_global_norm(1.0), NESTEROV)), f"{PARTS} `reduce_sum`"),
+        (lambda: jpipe.LocalSteps(optax.contrib.muon(0.1)), PARTS),
+        (
+            lambda: jpipe.LocalSteps(NESTEROV, num_fragments=0),
+            "`num_fragments` must be a whole number, at least 1, got 0",
+        ),
+        (lambda: pipeline(NESTEROV), "`local_steps` must be a `jpipe.LocalSteps`, got"),
+        (lambda: pipeline(data=1), '`local_steps` is for replicas along the axis "data"'),
+        (lambda: pipeline(schedule=schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),
+        (lambda: pipeline(shard_optimizer=True), "`local_steps` and `shard_optimizer` exclude each other"),
+        (
+            lambda: pipeline(compress_gradients=jpipe.compress.PowerSGD(1)),
+            "`local_steps` and `compress_gradients` exclude each other",
+        ),
+        (lambda: pipeline(loss_scale=jpipe.LossScale()), "`local_steps` and `loss_scale` exclude each other"),
+        (lambda: pipeline(None).outer_step(None), r"needs `Pipeline\(local_steps=jpipe.LocalSteps"),
+        (
+            lambda: pipeline().outer_step(None, fragment=1),
+            "`fragment` must be from 0 to 0, of `num_fragments=1`, got 1",
+        ),
+    ],
+)
+def test_refusals(call, message):
+    with refused(message):
+        call()
