@@ -74,8 +74,8 @@ class Pipeline:
     `trainable`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`,
     `compiler_options`. Memory and precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`,
     `compute_dtype`, `accumulate_dtype`, `loss_scale`.
-    Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous
-    schedules: `forward_params`, `backward_params`.
+    Communication: `compress_messages`, `local_steps`, `compress_gradients`, `accumulate_gradients`. Corrections of
+    asynchronous schedules: `forward_params`, `backward_params`.
 
     Args:
       layers: a sequence. Each is a Flax NNX module (its weights are kept), a factory called as
