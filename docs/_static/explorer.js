@@ -108,6 +108,7 @@
     });
   }
 
+  let address; // the timer of the next change of the address
   function show() {
     offer();
     const table = tables[CHOICES.map((name) => inputs[name].value).join("/")];
@@ -127,7 +128,9 @@
       root.querySelector(`[data-fact=${name}]`).textContent = value;
     }
     const chosen = new URLSearchParams([...CHOICES, ...COSTS].map((name) => [name, inputs[name].value]));
-    history.replaceState(null, "", `#${chosen}`);
+    // Browsers refuse an address that changes hundreds of times in a few seconds, as under a slider.
+    clearTimeout(address);
+    address = setTimeout(() => history.replaceState(null, "", `#${chosen}`), 200);
   }
 
   // An address with `#schedule=gpipe&devices=4` opens with these choices.
