@@ -5,6 +5,7 @@ import math
 import jax
 from jax import lax
 
+from jpipe.engine.state import moving_weights
 from jpipe.engine.training import TrainingPass
 from jpipe.mesh import DATA, STAGE
 
@@ -25,7 +26,7 @@ def outer_step(spec: TrainingPass, fragment: int | None, arrays: dict[str, Packe
     """
     local_steps = spec.communication.local_steps
     assert local_steps is not None
-    shapes = spec.layout["parameters"].shapes
+    shapes = moving_weights(spec.packings, spec.layout["parameters"].shapes)
     leaves = local_steps.state_leaves(shapes)
 
     def bring_together(k: int, arrays: dict[str, Packed]) -> dict[str, Packed]:
@@ -46,11 +47,15 @@ def outer_step(spec: TrainingPass, fragment: int | None, arrays: dict[str, Packe
         }
 
     def on_device(arrays: dict[str, Packed]) -> dict[str, Packed]:
+        moving = {
+            field: {n: a for n, a in packed.items() if n in shapes or n in leaves} for field, packed in arrays.items()
+        }
         # In whole numbers of rows fragments would be unlike: many arrays have one or two.
-        flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, arrays)
+        flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, moving)
         for k in local_steps.fragments(fragment):
             flat = bring_together(k, flat)
-        return jax.tree.map(lambda a, like: a.reshape(like.shape), flat, arrays)
+        moved = jax.tree.map(lambda a, like: a.reshape(like.shape), flat, moving)
+        return {field: packed | moved[field] for field, packed in arrays.items()}
 
     specs = {name: spec.layout[name].spec for name in FIELDS}
     body = jax.shard_map(

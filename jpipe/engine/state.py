@@ -17,6 +17,7 @@ import numpy as np
 
 from jpipe._util.suggest import suggests
 from jpipe.engine.shapes import (
+    StatePackings,
     microbatch_shapes,
     packed_shapes,
     stored_on_host,
@@ -178,6 +179,11 @@ def _state_held(facts: StateFacts) -> OnReplicas:
     return OnReplicas.PART if facts.shares_updates else as_learners_hold(facts)
 
 
+def moving_weights(packings: StatePackings, shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the arrays of weights that updates change."""
+    return {name: a for name, a in shapes.items() if name not in packings.parameters.constant}
+
+
 def _anchor(facts: StateFacts) -> dict[str, Any]:
     return {} if facts.local_steps is None else _parameters(facts)
 
@@ -185,12 +191,15 @@ def _anchor(facts: StateFacts) -> dict[str, Any]:
 def _outer_state(facts: StateFacts) -> dict[str, Any]:
     if facts.local_steps is None:
         return {}
-    return {i: leaf.shape for i, leaf in facts.local_steps.state_leaves(_parameters(facts)).items()}
+    moving = moving_weights(facts.packings, _parameters(facts))
+    return {i: leaf.shape for i, leaf in facts.local_steps.state_leaves(moving).items()}
 
 
 def _first_outer_state(engine: Any) -> dict[str, Any]:
     local_steps = engine.communication.local_steps
-    return {} if local_steps is None else local_steps.first_state(engine.layout["parameters"].shapes)
+    if local_steps is None:
+        return {}
+    return local_steps.first_state(moving_weights(engine.packings, engine.layout["parameters"].shapes))
 
 
 STATE_ARRAYS = (

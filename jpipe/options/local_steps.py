@@ -33,6 +33,7 @@ class StateLeaf(NamedTuple):
 
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond", "while")
+_COPIES = ("convert_element_type", "copy", "copy_p", "reshape")
 
 
 @suggests
@@ -127,6 +128,29 @@ class LocalSteps:
                     "them out."
                 )
 
+    def check_optimizer(self, optimizer: optax.GradientTransformation, params: Any) -> None:
+        """Refuses an optimizer of the learners that would undo an outer step: its state has a copy of the weights.
+
+        Args:
+          optimizer: the optimizer of the steps.
+          params: the abstract weights that it begins with.
+
+        Raises:
+          ValueError: names the copy.
+        """
+        closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
+        source = {id(e.outvars[0]): e.invars[0] for e in closed.jaxpr.eqns if e.primitive.name in _COPIES}
+        weights = {id(variable) for variable in closed.jaxpr.invars}
+        for (path, _), value in zip(jax.tree.leaves_with_path(state), closed.jaxpr.outvars, strict=True):
+            while id(value) in source:
+                value = source[id(value)]
+            if id(value) in weights:
+                raise ValueError(
+                    f"`local_steps` needs an optimizer without weights in its state, and {jax.tree_util.keystr(path)} "
+                    "is a copy of weights, from which the next step would undo an outer step. Leave `master_weights`, "
+                    "schedule-free and lookahead optimizers out."
+                )
+
     def fragments(self, fragment: int | None) -> range:
         """The fragments that an outer step brings together.
 
@@ -146,7 +170,7 @@ class LocalSteps:
 
     def state_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, StateLeaf]:
         """The leaves of the state of `outer`, by number."""
-        state = jax.eval_shape(self.outer.init, dict(weights))
+        state = jax.eval_shape(self.outer.init, _wide(weights))
         leaves = {}
         for i, (path, a) in enumerate(jax.tree.leaves_with_path(state)):
             name = next((n for n, w in weights.items() if a.shape == w.shape and path[-1:] == (DictKey(n),)), None)
@@ -156,7 +180,7 @@ class LocalSteps:
 
     def first_state(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """The state before training, on a device."""
-        zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in weights.items()}
+        zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in _wide(weights).items()}
         values = jax.tree.leaves(self.outer.init(zeros))
         leaves = self.state_leaves(weights).values()
         return {str(i): jnp.broadcast_to(a, leaf.shape.shape) for i, (a, leaf) in enumerate(zip(values, leaves))}
@@ -169,11 +193,19 @@ class LocalSteps:
           mean: the mean of the learners' weights.
           state: the leaves of the state of `outer` for these weights.
         """
-        tree = jax.tree.structure(jax.eval_shape(self.outer.init, anchor))
-        moved = jax.tree.map(jnp.subtract, anchor, mean)
-        updates, outer_state = self.outer.update(moved, tree.unflatten(state), anchor)
+        wide = _wide(anchor)
+        before = {name: a.astype(wide[name].dtype) for name, a in anchor.items()}
+        tree = jax.tree.structure(jax.eval_shape(self.outer.init, wide))
+        moved = {name: a - mean[name].astype(a.dtype) for name, a in before.items()}
+        updates, outer_state = self.outer.update(moved, tree.unflatten(state), before)
         weights: Any = optax.apply_updates(anchor, updates)
         return weights, jax.tree.leaves(outer_state)
+
+
+def _wide(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Packed weights in at least float32, in which the outer optimizer computes: its steps are small."""
+    dtypes = {name: jnp.promote_types(a.dtype, jnp.float32) for name, a in weights.items()}
+    return {name: jax.ShapeDtypeStruct(a.shape, dtypes[name]) for name, a in weights.items()}
 
 
 def _first_other(jaxpr: Any) -> str:

@@ -84,6 +84,9 @@ class Program:
         )
         check_states(self.stages, settings.numbers.recompute)
         _check_hooks(settings, traced)
+        if settings.communication.local_steps is not None:
+            parameters = [layer.trained for layer in traced.layers]
+            settings.communication.local_steps.check_optimizer(settings.optimizer, parameters)
         self.engine = TrainingPass(
             schedule=settings.schedule,
             stages=self.stages,

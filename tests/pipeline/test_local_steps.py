@@ -185,6 +185,17 @@ def test_adopted_by_a_pipeline_whose_replicas_agree_and_back():
     assert np.isfinite(jax.tree.leaves(pipe.get_params(pipe.outer_step(back)))[0]).all()
 
 
+@pytest.mark.parametrize(
+    "optimizer", [jpipe.optim.master_weights(INNER), optax.contrib.schedule_free(optax.sgd(0.1), 0.1)]
+)
+def test_an_optimizer_that_would_undo_an_outer_step(optimizer):
+    pipe, batch = pipeline(optimizer=optimizer), batches(1)[0]
+    with refused("`local_steps` needs an optimizer without weights in its state, and .* is a copy of weights"):
+        pipe.partition(batch)
+    averaged = optax.chain(INNER, jpipe.optim.ema_weights(0.9))  # begins with zeros
+    pipeline(optimizer=averaged).partition(batch)
+
+
 PARTS = "must work element by element, and its update has"
 
 
@@ -217,3 +228,30 @@ PARTS = "must work element by element, and its update has"
 def test_refusals(call, message):
     with refused(message):
         call()
+
+
+def test_frozen_weights_stay_as_they_are():
+    """They are in no outer step, which could round them: of three learners the mean of equal numbers may differ."""
+    layers = [LAYERS[0], jpipe.InitApply(lambda key, x: {"w": jnp.eye(DIM), "scale": jnp.float32(0.1)}, _scaled)]
+    schedule = schedules.gpipe(2, N)
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        schedule=schedule,
+        mesh=jpipe.make_mesh(stage=2, data=3),
+        trainable=lambda path, value: "scale" not in path,
+        local_steps=DILOCO,
+    )
+    rows = {name: a[: 3 * N] for name, a in batches(1)[0].items()}
+    state = pipe.init(KEY, rows)
+    before = pipe.get_params(state)
+    for _ in range(2):
+        state, _ = pipe.step(state, rows)
+        state = pipe.outer_step(state)
+    after = pipe.get_params(state)
+    assert after[1]["scale"] == before[1]["scale"] and (after[1]["w"] != before[1]["w"]).any()
+
+
+def _scaled(parameters, x):
+    return parameters["scale"] * x @ parameters["w"]
