@@ -58,4 +58,4 @@ def scale_by_copies(copies: NumericTree, first: chex.Numeric = 1) -> optax.Gradi
         scaled = jax.tree.map(jnp.multiply, updates, spread(factors, updates))
         return optax.tree.cast_like(scaled, updates)
 
-    return optax.stateless(update)
+    return optax.with_extra_args_support(optax.stateless(update))

@@ -182,7 +182,9 @@ def test_runs_on_a_stage_without_parameters(name):
 ALL_TRANSFORMS = TRANSFORMS | {
     "clip_by_global_norm": (optim.clip_by_global_norm, dict(max_norm=0.5)),
     "compensate_delay": (optim.compensate_delay, dict(strength=0.5)),
+    "diagnose_delay": (optim.diagnose_delay, dict(optimizer=optax.adam(0.1))),
     "master_weights": (optim.master_weights, dict(optimizer=optax.adam(0.1))),
+    "scale_by_copies": (optim.scale_by_copies, dict(copies=2.0, first=4.0)),
 }
 
 
