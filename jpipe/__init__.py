@@ -26,6 +26,7 @@ _MODULES = (
 )
 _MODULE_OF = {
     "AXIS_RULES": "jpipe.layers.axis_rules",
+    "Bottleneck": "jpipe.layers.boundary_layers",
     "attention": "jpipe._attention",
     "Checkpoints": "jpipe.checkpoints",
     "DamagedCheckpointError": "jpipe.checkpoints",
@@ -42,7 +43,6 @@ _MODULE_OF = {
     "NameMap": "jpipe.checkpoints",
     "NameRule": "jpipe.checkpoints",
     "Schedule": "jpipe.schedule",
-    "Bottleneck": "jpipe.layers.boundary_layers",
     "MessageRecord": "jpipe.engine.traffic",
     "Offload": "jpipe.stages.offload",
     "ShardRecord": "jpipe.costs",

@@ -75,10 +75,15 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def split_axes(sizes: Mapping[str, int]) -> list[str]:
+    """The axes over which a mesh splits the arrays of a stage, of its axes and their numbers of devices."""
+    return [name for name, n in sizes.items() if name not in (STAGE, DATA) and n > 1]
+
+
 def compilers_part(mesh: Mesh | None) -> Mesh | None:
     """The mesh of the axes that are left to the compiler and have several devices; None if there are none."""
     sizes = {} if mesh is None else mesh.shape
-    names = [name for name, n in sizes.items() if name not in (STAGE, DATA) and n > 1]
+    names = split_axes(sizes)
     if mesh is None or not names:
         return None
     index = tuple(slice(None) if name in names else 0 for name in sizes)

@@ -298,16 +298,9 @@ class Pipeline:
         self.compress_gradients = communication.compress_gradients
         self.accumulate_gradients = communication.accumulate_gradients
         self.local_steps = communication.local_steps
-        if communication.local_steps is not None:
-            shared = {
-                "shard_optimizer": communication.shard_optimizer,
-                "compress_gradients": communication.compress_gradients,
-                "accumulate_gradients": communication.accumulate_gradients,
-                "loss_scale": numbers.loss_scale,
-                "offload": offload,
-                "device_memory": device_memory,
-            }
-            communication.local_steps.check(self.mesh, schedule, shared)
+        communication.check_local_steps(
+            self.mesh, schedule, loss_scale=numbers.loss_scale, offload=offload, device_memory=device_memory
+        )
         self._device_memory = check_device_memory(device_memory, offload, self.mesh)
         splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
         if model.number is None:
@@ -796,7 +789,7 @@ class Pipeline:
         checks.check_not_traced("trace", state, batch)
         return entry_points.load("trace")(self, self._adopted(state), batch, num_steps)
 
-    @public("outer_step", _flushes_together)
+    @public("outer_step", _is_shared)
     def outer_step(self, state: PipelineState, fragment: int | None = None) -> PipelineState:
         """Brings the replicas of a pipeline with `local_steps` together: they go on with equal weights.
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 import jpipe
+from jpipe._processes.sharing import own_rows
 
 
 def local_steps_of(mesh: Any) -> jpipe.LocalSteps | None:
@@ -46,8 +47,7 @@ def mean_of_learners(metrics: dict[str, Any]) -> dict[str, Any]:
         return metrics
 
     def here(a: jax.Array) -> np.ndarray:
-        parts = {shard.index[0].start: np.asarray(shard.data) for shard in a.addressable_shards}
-        return np.concatenate([parts[start] for start in sorted(parts, key=lambda start: start or 0)])
+        return np.asarray(a if a.is_fully_addressable else own_rows(a, a.sharding.mesh))
 
     mine = jax.tree.map(here, metrics)
     means = jax.tree.map(lambda a: a.mean(axis=0), mine)

@@ -65,6 +65,21 @@ class Communication(Options):
             raise ValueError(f"`local_steps` must be a `jpipe.LocalSteps`, got {shown(local_steps)}.")
         return cls(overlap, shard, messages, gradients, accumulate, local_steps)
 
+    def check_local_steps(self, mesh: Mesh, schedule: Schedule, **others: Any) -> None:
+        """Refuses `local_steps` where replicas cannot train apart.
+
+        Args:
+          mesh: the devices.
+          schedule: the table.
+          **others: further arguments of the pipeline that exclude it.
+
+        Raises:
+          ValueError: says why.
+        """
+        if self.local_steps is not None:
+            names = ("shard_optimizer", "compress_gradients", "accumulate_gradients")
+            self.local_steps.check(mesh, schedule, {name: getattr(self, name) for name in names} | others)
+
     @property
     def compresses(self) -> bool:
         """True if anything that is sent is compressed."""

@@ -7,7 +7,7 @@ to host memory and the training script ask it, and add the remedy that fits wher
 from collections.abc import Mapping
 from typing import Any
 
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import split_axes
 from jpipe.schedule import Schedule
 
 _SHARED_BY_REPLICAS = {
@@ -21,7 +21,7 @@ def without_replicas(argument: str) -> str:
     """The reason why an argument for the replicas of a stage cannot be where each stage has one.
 
     Args:
-      argument: "shard_optimizer" or "compress_gradients".
+      argument: "shard_optimizer", "compress_gradients" or "local_steps".
     """
     return f"{_SHARED_BY_REPLICAS[argument]}, and there is one"
 
@@ -32,7 +32,7 @@ def on_split_arrays(sizes: Mapping[str, int]) -> str:
     Args:
       sizes: axis of the mesh -> number of devices.
     """
-    split = [n for n, size in sizes.items() if size > 1 and n not in (STAGE, DATA)]
+    split = split_axes(sizes)
     if not split:
         return ""
     return f"compresses arrays that are whole on a device, and the mesh splits them over the axes {split}"

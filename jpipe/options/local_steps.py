@@ -14,7 +14,8 @@ from jax.tree_util import DictKey
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe.layers.elementwise import ELEMENTWISE
-from jpipe.mesh import DATA, STAGE
+from jpipe.layers.equations import Equations
+from jpipe.mesh import DATA, split_axes
 from jpipe.schedule import Schedule
 
 Packed = dict[str, jax.Array]
@@ -32,7 +33,6 @@ class StateLeaf(NamedTuple):
     weights: str | None
 
 
-_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "cond", "while")
 _COPIES = ("convert_element_type", "copy", "copy_p", "reshape")
 
 
@@ -70,24 +70,24 @@ class LocalSteps:
             raise ValueError(f"`outer` must be an Optax transform, such as optax.sgd(0.7), got {shown(self.outer)}.")
         if isinstance(self.num_fragments, bool) or not isinstance(self.num_fragments, int) or self.num_fragments < 1:
             raise ValueError(f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}.")
-        wrong = _first_other(self._traced.jaxpr)
+        wrong = [eqn.primitive.name for eqn in self._traced.equations if not _is_elementwise(eqn)]
         if wrong:
             raise ValueError(
-                f"`outer` must work element by element, and its update has `{wrong}`: the weights of all layers lie in "
-                "one vector, in which a norm or a product has no meaning. Take SGD, momentum or Adam."
+                f"`outer` must work element by element, and its update has `{wrong[0]}`: the weights of all layers lie "
+                "in one vector, in which a norm or a product has no meaning. Take SGD, momentum or Adam."
             )
 
     @functools.cached_property
-    def _traced(self) -> Any:
+    def _traced(self) -> Equations:
         """The update of an array."""
         weights = jax.ShapeDtypeStruct((2, 3), jnp.float32)
         state = jax.eval_shape(self.outer.init, weights)
-        return jax.make_jaxpr(self.outer.update)(weights, state, weights)
+        return Equations.of(jax.make_jaxpr(self.outer.update)(weights, state, weights))
 
     @property
     def text(self) -> str:
         """What it computes, for the comparison of two pipelines."""
-        return f"{self.num_fragments} {self._traced}"
+        return f"{self.num_fragments} {self._traced.text()}"
 
     def check(self, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]) -> None:
         """Refuses a pipeline in which replicas cannot be apart.
@@ -105,7 +105,7 @@ class LocalSteps:
                 f'`local_steps` is for replicas along the axis "data", and the mesh has {dict(mesh.shape)}. Give the '
                 f"mesh one: `jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, or leave `local_steps` out."
             )
-        split = [name for name, size in mesh.shape.items() if size > 1 and name not in (STAGE, DATA)]
+        split = split_axes(mesh.shape)
         if split:
             raise ValueError(
                 f"`local_steps` takes weights that are whole on a device, and the mesh splits them over {split}. Leave "
@@ -139,9 +139,10 @@ class LocalSteps:
           ValueError: names the copy.
         """
         closed, state = jax.make_jaxpr(optimizer.init, return_shape=True)(params)
-        source = {id(e.outvars[0]): e.invars[0] for e in closed.jaxpr.eqns if e.primitive.name in _COPIES}
-        weights = {id(variable) for variable in closed.jaxpr.invars}
-        for (path, _), value in zip(jax.tree.leaves_with_path(state), closed.jaxpr.outvars, strict=True):
+        begun = Equations.of(closed)
+        source = {id(e.outvars[0]): e.invars[0] for e in begun.equations if e.primitive.name in _COPIES}
+        weights = {id(variable) for variable in begun.inputs}
+        for (path, _), value in zip(jax.tree.leaves_with_path(state), begun.outputs, strict=True):
             while id(value) in source:
                 value = source[id(value)]
             if id(value) in weights:
@@ -208,15 +209,7 @@ def _wide(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(a.shape, dtypes[name]) for name, a in weights.items()}
 
 
-def _first_other(jaxpr: Any) -> str:
-    """The name of a primitive that does not work element by element; empty if there is none."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
-        if inner and name in _CALLS:
-            wrong = next(filter(None, (_first_other(getattr(p, "jaxpr", p)) for p in inner)), "")
-            if wrong:
-                return wrong
-        elif name not in (*ELEMENTWISE, "broadcast_in_dim") and any(v.aval.shape for v in eqn.invars):
-            return name
-    return ""
+def _is_elementwise(eqn: Any) -> bool:
+    """Whether an equation works element by element, or on single numbers."""
+    name, scalar = eqn.primitive.name, not any(v.aval.shape for v in eqn.invars)
+    return scalar or name in ELEMENTWISE or name == "broadcast_in_dim"

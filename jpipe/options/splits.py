@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jpipe._util.entry_points import load
 from jpipe.layers.axis_rules import AxisRules, check_axis_rules
 from jpipe.layers.layer_split import Strategy
-from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.mesh import FSDP, STAGE, split_axes
 from jpipe.packing import axes
 
 
@@ -71,7 +71,7 @@ def _check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | No
             "splits "
             'them all. Use a mesh without the axis "fsdp".'
         )
-    shared = [a for a, n in mesh.shape.items() if a not in (STAGE, DATA) and n > 1]
+    shared = split_axes(mesh.shape)
     if len(shared) > 1:
         raise ValueError(
             f"`strategy` splits each operator over one axis of the mesh, and {' and '.join(map(repr, shared))} are "
