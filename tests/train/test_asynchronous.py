@@ -173,32 +173,35 @@ def test_it_fits_other_configurations(config):
     assert asynchronous.METHODS["pipedream-muon"].check(chosen) is None
 
 
-def test_a_run(tmp_path, monkeypatch):
+def run_small_gpt(tmp_path, config, *words):
+    """Runs the script on a short text, into the folder `run`."""
     text = tmp_path / "short.txt"
     text.write_text("To be, or not to be. " * 40)
     words = [
-        "asynchronous=2bw-muon", "model.dim=8", "model.num_heads=2", "model.num_blocks=2", "data.seq_len=16",
-        "pipeline.num_stages=2", "pipeline.num_microbatches=2", "batch_size=4", "num_steps=4", "optimizer.warmup_steps=1",
-        f"data.path={text}", f"run_dir={tmp_path / 'run'}", "eval_every=none", "pipeline.emulate=true",
-        "mesh.rules.vocab=none",
+        "model.dim=8", "model.num_heads=2", "model.num_blocks=2", "data.seq_len=16", "optimizer.warmup_steps=1",
+        f"data.path={text}", f"run_dir={tmp_path / 'run'}", *words,
     ]  # fmt: skip
-    assert main(["--config", "gpt_1f1b", *(f"--config.{word}" for word in words)]) == 0
+    assert main(["--config", config, *(f"--config.{word}" for word in words)]) == 0
+
+
+def test_a_run(tmp_path):
+    words = [
+        "asynchronous=2bw-muon", "pipeline.num_stages=2", "pipeline.num_microbatches=2", "batch_size=4", "num_steps=4",
+        "eval_every=none", "pipeline.emulate=true", "mesh.rules.vocab=none",
+    ]  # fmt: skip
+    run_small_gpt(tmp_path, "gpt_1f1b", *words)
     assert log_of(tmp_path / "run")[-1]["test_loss"] > 0
     again = flags.load(str(tmp_path / "run" / "config.json"), TrainConfig)
     assert again.asynchronous == "2bw-muon" and again.optimizer.error_feedback == 1.0
 
 
 def test_diagnostics_are_in_the_log_for_each_stage(tmp_path, capsys):
-    text = tmp_path / "short.txt"
-    text.write_text("To be, or not to be. " * 40)
     words = [
-        "model.dim=8", "model.num_heads=2", "model.num_blocks=2", "data.seq_len=16", "pipeline.num_stages=4",
-        "pipeline.delays=5,2,1,0", "batch_size=2", "num_steps=6", "log_every=3", "optimizer.annealing_steps=10",
-        "optimizer.warmup_steps=1", f"data.path={text}", f"run_dir={tmp_path / 'run'}", "log=tensorboard",
-        "optimizer.name=sgd",
+        "pipeline.num_stages=4", "pipeline.delays=5,2,1,0", "batch_size=2", "num_steps=6", "log_every=3",
+        "optimizer.annealing_steps=10", "log=tensorboard", "optimizer.name=sgd",
         "diagnostics=angle,discrepancy,curvature",
     ]  # fmt: skip
-    assert main(["--config", "asynchronous_gpt", *(f"--config.{word}" for word in words)]) == 0
+    run_small_gpt(tmp_path, "asynchronous_gpt", *words)
     lines = [line for line in log_of(tmp_path / "run") if "diagnostics" in line]
     assert [line["step"] for line in lines] == [3, 6]
     last = lines[-1]["diagnostics"]
