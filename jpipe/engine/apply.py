@@ -26,7 +26,7 @@ from jpipe.engine.shares import (
 from jpipe.engine.sums import factors_in
 from jpipe.engine.vocabulary import part_of, whole_of
 from jpipe.gradients.sums import FACTORS
-from jpipe.lowering.scalars import LaneScalars
+from jpipe.lowering.tick_scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, UpdateGroup

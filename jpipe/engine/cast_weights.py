@@ -24,7 +24,7 @@ from jpipe.engine.arrays import Packed, TickArrays, Written
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import run_lanes
 from jpipe.engine.spec import PassSpec
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.packing import Place
 
 SMALL = 2**14

@@ -11,7 +11,7 @@ from jax import lax
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.training import TrainingPass
-from jpipe.lowering.scalars import LaneScalars
+from jpipe.lowering.tick_scalars import LaneScalars
 from jpipe.mesh import DATA, STAGE
 from jpipe.stages.cut import StageProgram, Stages
 

@@ -18,7 +18,7 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
-from jpipe.lowering.scalars import TickScalars
+from jpipe.lowering.tick_scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
 

@@ -71,7 +71,7 @@ from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import TickRange
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import row_axes
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")

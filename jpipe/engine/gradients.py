@@ -26,7 +26,7 @@ from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.copies import CopyRing
 from jpipe.engine.shares import each_stage
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.gradient_groups import GradientGroup
 from jpipe.stages.optimizer import StageUpdate

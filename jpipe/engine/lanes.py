@@ -11,7 +11,7 @@ from jax import lax
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import Branch, run_one_of
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.stages.stage_update import StageUpdate
 
 State = TypeVar("State")

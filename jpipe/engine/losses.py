@@ -16,7 +16,7 @@ from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import put_row
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.model_tree import num_keys
-from jpipe.lowering.scalars import LaneScalars
+from jpipe.lowering.tick_scalars import LaneScalars
 from jpipe.mesh import DATA
 
 

@@ -16,7 +16,8 @@ from jpipe.engine.reductions import Reduction
 from jpipe.engine.sums import squares_of
 from jpipe.layers.avals import squares as squared
 from jpipe.lowering.norms import NormTable
-from jpipe.lowering.scalars import UPDATE, LaneScalars, TickScalars
+from jpipe.lowering.scalars import UPDATE
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 
 

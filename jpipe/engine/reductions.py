@@ -36,7 +36,8 @@ from jpipe.engine.shares import (
 )
 from jpipe.engine.transport import put_row
 from jpipe.layers.avals import squares as squared
-from jpipe.lowering.scalars import UPDATE, LaneScalars, TickScalars
+from jpipe.lowering.scalars import UPDATE
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.optimizer import StageUpdate
 

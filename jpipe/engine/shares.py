@@ -23,7 +23,7 @@ from jpipe.engine.arrays import Packed
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.copies import CopyRing
 from jpipe.engine.guard import guarded
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.packing import Lead, Place
 from jpipe.stages.optimizer import StageUpdate

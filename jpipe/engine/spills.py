@@ -19,7 +19,7 @@ from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.guard import guarded
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import put_row
-from jpipe.lowering.scalars import TickScalars
+from jpipe.lowering.tick_scalars import TickScalars
 
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 

@@ -26,7 +26,7 @@ from jpipe.engine.scopes import message_text
 from jpipe.engine.spec import PassSpec
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Channel
-from jpipe.lowering.scalars import TickScalars
+from jpipe.lowering.tick_scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.stages.codecs import LeafCodec, is_gradient, state_key
 from jpipe.stages.messages import with_gradients

@@ -31,7 +31,7 @@ from jpipe.engine.stage_layers import gathered_along_fsdp
 from jpipe.engine.transport import put_row
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.rings import HEAD_GRADIENT
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 from jpipe.stages.vocabulary import PartedLeaf, VocabularyLayer
 

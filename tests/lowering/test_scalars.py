@@ -5,7 +5,8 @@ import pytest
 from families import schedule_named
 
 from jpipe.lowering.lower import lower
-from jpipe.lowering.scalars import TickScalars, scalar_table
+from jpipe.lowering.scalars import scalar_table
+from jpipe.lowering.tick_scalars import TickScalars
 from jpipe.lowering.versions import VersionRows
 from jpipe.schedules import emulated, pipedream
 
