@@ -48,7 +48,7 @@ from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.segments import model_of
 from jpipe.segments.placement import Placement
-from jpipe.stages.cut import check_boundaries
+from jpipe.stages.boundaries import check_boundaries
 from jpipe.stages.offload import Offload
 from jpipe.states import agreement, batch_shapes, diagnostics, hyperparams, portable
 

@@ -17,8 +17,9 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.loss import Loss, WholeBatchLoss, mean_of_sums
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
-from jpipe.stages.cut import check_boundaries, cut
-from jpipe.stages.optimizer import stage_tree
+from jpipe.stages.boundaries import check_boundaries
+from jpipe.stages.cut import cut
+from jpipe.stages.optimizer_tree import stage_tree
 
 __all__ = ["Reference"]
 

@@ -29,9 +29,9 @@ from jpipe.gradients.sums import FACTORS
 from jpipe.lowering.tick_scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, UpdateFacts
-from jpipe.stages.optimizer import LeafSlots, UpdateGroup
 from jpipe.stages.shares import Division, WholeLeaves
 from jpipe.stages.stage_update import MergedUpdate
+from jpipe.stages.update_groups import LeafSlots, UpdateGroup
 
 Record = TypeVar("Record", bound=TickArrays)
 

@@ -29,7 +29,7 @@ from jpipe.engine.shares import each_stage
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.gradient_groups import GradientGroup
-from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.stage_update import StageUpdate
 
 Record = TypeVar("Record", bound=TickArrays)
 

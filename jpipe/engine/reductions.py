@@ -39,7 +39,7 @@ from jpipe.layers.avals import squares as squared
 from jpipe.lowering.scalars import UPDATE
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
-from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.stage_update import StageUpdate
 
 Record = TypeVar("Record", bound=TickArrays)
 

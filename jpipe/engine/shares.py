@@ -26,8 +26,8 @@ from jpipe.engine.guard import guarded
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.packing import Lead, Place
-from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.shares import Division, ReplicaCounts
+from jpipe.stages.stage_update import StageUpdate
 from jpipe.stages.update_groups import LeafSlots
 
 Arrays = TypeVar("Arrays")

@@ -21,8 +21,7 @@ from jpipe.engine.norms import gradient_norms
 from jpipe.engine.reductions import reduction_of
 from jpipe.engine.ties import copy_tied_weights, sum_tied_gradients
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
-from jpipe.stages.optimizer import StageUpdate
-from jpipe.stages.stage_update import MergedUpdate, merge_updates
+from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 
 Record = TypeVar("Record", bound=TickArrays)
 

@@ -42,6 +42,7 @@ from jpipe.stages.cut import Stages, cut
 from jpipe.stages.extra_args import hooked_passes, keeps_stash, read_delays, rereads_weights
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.ties import resolve_ties
+from jpipe.stages.vocabulary_table import check_table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,7 +306,7 @@ class Settings:
             )
         delays = read_delays(self.schedule) if self.hooks else {}
         hooked = {name: delays[name] for name in self.hooks}
-        vocabulary.check_table(layers, self.schedule, hooked)
+        check_table(layers, self.schedule, hooked)
         return layers
 
     def cut(

@@ -28,10 +28,11 @@ from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
+from jpipe.stages.boundaries import check_boundaries
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.cut import check_boundaries, with_device_dim
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.groups import Signature, devices_of_use, group, pack_weights
+from jpipe.stages.layer_leaves import with_device_dim
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.offload import NO_OFFLOAD, HostMoves, Offload
 from jpipe.stages.shared_stash import SharedStashes

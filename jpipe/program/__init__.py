@@ -41,7 +41,8 @@ from jpipe.program.batches import Batches
 from jpipe.program.fresh import FreshArrays
 from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
-from jpipe.stages.optimizer import make_updates, seen_by_optimizer
+from jpipe.stages.optimizer import make_updates
+from jpipe.stages.optimizer_tree import seen_by_optimizer
 
 
 class Program:

@@ -9,17 +9,15 @@ a trunk of equal layers compiles once.
 Letters: S stages.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jpipe._util.foreign import shown
 from jpipe.gradients.sums import (
     AS_PARAMETERS,
     FACTORS,
@@ -29,16 +27,25 @@ from jpipe.gradients.sums import (
     PlacedSum,
     places_of,
 )
-from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
-from jpipe.layers.sharding import ValueSplit, read_in_parts
+from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing, Place
+from jpipe.stages.boundaries import check_inner
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.groups import Groups, Signature, devices_of_use, group, pack_weights
+from jpipe.stages.layer_leaves import (
+    LEAVES_OF,
+    NUMBERS_OF,
+    largest_on_host,
+    layer_leaves,
+    numbers_of_use,
+    to_host,
+    with_device_dim,
+)
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
@@ -246,55 +253,6 @@ class Stages:
         return LayerRun(self.kind_of_layer[layer.index], 1, (), (), parameters=layer.places, gradients=gradients)
 
 
-BALANCES = ("flops", "time", "memory", "placement")
-"""What boundaries can balance between stages."""
-
-
-def check_boundaries(boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int) -> list[int] | None:
-    """Checks `boundaries`. Returns the first layer of each stage, followed by the number of layers.
-
-    Args:
-      boundaries: the layer index at which each stage after the first begins, one of `BALANCES`, or
-        None.
-      num_layers: number of layers.
-      num_stages: S.
-
-    Returns:
-      The list, or None if the boundaries are to be balanced.
-
-    Raises:
-      ValueError: if the boundaries do not cut the layers into stages with at least one layer each.
-    """
-    if num_stages > num_layers:
-        raise ValueError(
-            f"a schedule of {num_stages} stages needs at least as many layers, got {num_layers}. "
-            f"Use `num_stages={num_layers}` or fewer, or split the layers more finely."
-        )
-    if boundaries is None or (isinstance(boundaries, str) and boundaries in BALANCES):
-        return None
-    want = "the layer index at which each stage after the first begins"
-    are_indices = not isinstance(boundaries, str) and hasattr(boundaries, "__iter__")
-    indices: list = [*boundaries] if are_indices else []
-    if not are_indices or not all(hasattr(b, "__index__") for b in indices):
-        raise ValueError(
-            f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to "
-            f"balance by that, or None to balance by FLOPs, got {shown(indices or boundaries)}. A whole model also "
-            'takes paths of modules, such as ["blocks.4"].'
-        )
-    starts = [0, *map(int, indices), num_layers]
-    if len(starts) != num_stages + 1:
-        raise ValueError(
-            f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {shown(indices)}."
-        )
-    for s, (start, stop) in enumerate(itertools.pairwise(starts)):
-        if start >= stop:
-            raise ValueError(
-                f"`boundaries` must rise within 1..{num_layers - 1} ({want}), got {shown(indices)}: "
-                f"stage {s} would hold layers {start}..{stop - 1}, which is none. Give every stage at least one layer."
-            )
-    return starts
-
-
 def cut(
     traced: Traced,
     starts: list[int] | None,
@@ -340,15 +298,15 @@ def cut(
     firsts = [inner.start, *starts[1:-1], inner.stop]
     indices = () if trained is None else _indices(trained, len(layers))
     groups = group(signature_of_layer, firsts, target.ends_apart, indices)
-    weights_on_host = _on_host(traced, inner, offload.weights)
+    weights_on_host = largest_on_host(traced, inner, offload.weights)
     vectors = _FEW if target.few_arrays else Vectors()
 
     def leaves_of(name: str, signature: Signature) -> list[Leaf]:
-        leaves, k = _leaves(traced, name, signature.kind), signature.kind
+        leaves, k = layer_leaves(traced, name, signature.kind), signature.kind
         if name == "statistics":
             leaves = [with_device_dim(leaf, devices) for leaf in leaves]
-        if name in _NUMBERS_OF:
-            leaves = _to_host(leaves, _numbers(traced, name, k), weights_on_host, offload)
+        if name in NUMBERS_OF:
+            leaves = to_host(leaves, numbers_of_use(traced, name, k), weights_on_host, offload)
         return leaves
 
     weights = [functools.partial(leaves_of, name) for name in ("parameters", "frozen")]
@@ -357,8 +315,8 @@ def cut(
     packings = {"parameters": pack_weights(groups, weights[0], weights[1], devices, versions, hooked=hooked, **options)}
     num_leaves = {name: len(leaves) for name, (_, _, leaves) in traced.skips.items()}
     shared = SharedStashes(groups, lambda signature: traced.layer_kinds[signature.kind].values_of_table, num_leaves)
-    for name in _LEAVES_OF:
-        if name in _NUMBERS_OF:
+    for name in LEAVES_OF:
+        if name in NUMBERS_OF:
             continue
         loss: tuple = ()
         if name == "input_stash" and vocabulary_layers.head is None:
@@ -373,11 +331,11 @@ def cut(
     if trained is not None:
         packings |= _packed_as_in(trained, groups, packings)
     tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
-    on_host = _on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
+    on_host = largest_on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
     sums = [
         gradient_sums.for_layer(
             kind,
-            _to_host(_leaves(traced, "parameters", k), _numbers(traced, "parameters", k), on_host, offload),
+            to_host(layer_leaves(traced, "parameters", k), numbers_of_use(traced, "parameters", k), on_host, offload),
             [n for n, j in enumerate(kind.trained) if (k, j) in tied],
         )
         for k, kind in enumerate(traced.layer_kinds)
@@ -419,126 +377,6 @@ def cut(
         vocabulary=vocabulary_layers,
         gradient_sums=gradient_sums,
     )
-
-
-def check_inner(starts: Sequence[int], inner: range) -> None:
-    """Raises `ValueError` if a stage has no layer but those that all stages run.
-
-    Args:
-      starts: first layer of each stage, and the number of layers at the end.
-      inner: the layers that belong to one stage each.
-    """
-    for s, (start, stop) in enumerate(itertools.pairwise(starts)):
-        if max(start, inner.start) >= min(stop, inner.stop):
-            raise ValueError(
-                f"stage {s} would hold layer {start} alone, which is split over all stages. Choose `boundaries` within "
-                f"{inner.start + 1}..{inner.stop - 1}, got {list(starts[1:-1])}."
-            )
-
-
-# Use of weights -> the positions among the parameters of a layer.
-_NUMBERS_OF: dict[str, Callable[[LayerProgram], tuple[int, ...]]] = {
-    "parameters": lambda kind: kind.trained,
-    "frozen": lambda kind: kind.frozen,
-}
-# Use -> abstract leaves of one layer of kind k.
-_LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
-    "parameters": lambda traced, k: _weights_of(traced.layer_kinds[k].parameters, traced, "parameters", k),
-    "frozen": lambda traced, k: _weights_of(traced.layer_kinds[k].parameters, traced, "frozen", k),
-    "state": lambda traced, k: traced.mutable[k].leaves,
-    "statistics": lambda traced, k: traced.mutable[k].statistics,
-    "input_stash": lambda traced, k: traced.layer_kinds[k].stashed("input_stash"),
-    "weight_stash": lambda traced, k: traced.layer_kinds[k].stashed("weight_stash"),
-    "split_residuals": lambda traced, k: traced.layer_kinds[k].split_residuals,
-    "carry": lambda traced, k: traced.layer_kinds[k].carried,
-    "carry_gradient": lambda traced, k: [a for a in traced.layer_kinds[k].carried if is_inexact(a)],
-}
-# Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
-_SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
-    "parameters": lambda traced, k: _weights_of(traced.specs[k], traced, "parameters", k),
-    "frozen": lambda traced, k: _weights_of(traced.specs[k], traced, "frozen", k),
-    "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
-    "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
-    "split_residuals": lambda traced, k: _split_residual_specs(traced, k),
-    "carry": lambda traced, k: [traced.values.spec(a.shape) for a in traced.layer_kinds[k].carried],
-    "carry_gradient": lambda traced, k: [
-        traced.values.spec(a.shape) for a in traced.layer_kinds[k].carried if is_inexact(a)
-    ],
-}
-
-
-def _weights_of(values: Sequence, traced: Traced, use: str, k: int) -> list:
-    """The values of those parameters of a layer of kind k that have a use."""
-    return [values[j] for j in _NUMBERS_OF[use](traced.layer_kinds[k])]
-
-
-def _numbers(traced: Traced, use: str, k: int) -> list[tuple[int, int]]:
-    """`(k, position)` of the parameters of a layer of kind k that have a use."""
-    return [(k, j) for j in _NUMBERS_OF[use](traced.layer_kinds[k])]
-
-
-def with_device_dim(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
-    """Gives a leaf of statistics a place for each device, if stages have copies on several.
-
-    Each copy writes at its own place, so that the sum over the copies has the parts of all.
-    """
-    if devices is None or all(len(copies) == 1 for copies in devices):
-        return leaf
-    num_devices = 1 + max(itertools.chain(*devices))
-    shape = (num_devices, *leaf.aval.shape)
-    return leaf._replace(aval=jax.ShapeDtypeStruct(shape, leaf.aval.dtype))
-
-
-def _stash_specs(traced: Traced, k: int, ring: str) -> list:
-    return [traced.kept_specs.stash[k][i] for i in getattr(traced.layer_kinds[k], ring)]
-
-
-def _split_residual_specs(traced: Traced, k: int) -> list:
-    has_any = bool(traced.layer_kinds[k].split_residuals)  # of a table that splits backwards
-    return traced.kept_specs.split_residuals[k] if has_any else []
-
-
-def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
-    """The leaves of one layer of kind k for one use."""
-    avals = _LEAVES_OF[name](traced, k)
-    specs = _SPECS_OF[name](traced, k) if name in _SPECS_OF else [()] * len(avals)
-    parts: Sequence = [()] * len(avals)
-    if name in _NUMBERS_OF:
-        parts = _weights_of(read_in_parts(traced.layer_kinds[k]), traced, name, k)
-    return [Leaf(a, spec=spec, read_in_parts=axes) for a, spec, axes in zip(avals, specs, parts, strict=True)]
-
-
-def _on_host(
-    traced: Traced,
-    layers: range,
-    share: float,
-    numbers: Callable[[LayerProgram], Iterable[int]] = lambda kind: range(len(kind.parameters)),
-) -> set[tuple[int, int]]:
-    """`(kind of layer, leaf)` of the weights in host memory: the largest of some numbers that have a share of their
-    bytes.
-    """
-    sizes = {
-        (k, j): num_bytes([kind.parameters[j]]) for k, kind in enumerate(traced.layer_kinds) for j in numbers(kind)
-    }
-    count = collections.Counter(traced.kind_of_layer[i] for i in layers)
-    wanted = share * sum(n * count[k] for (k, _), n in sizes.items())
-    on_host: set[tuple[int, int]] = set()
-    total = 0
-    for k, j in sorted(sizes, key=sizes.__getitem__, reverse=True):
-        if total >= wanted:
-            break
-        if count[k]:
-            on_host.add((k, j))
-            total += count[k] * sizes[k, j]
-    return on_host
-
-
-def _to_host(leaves: Sequence[Leaf], names: Sequence, on_host: Container, offload: Offload) -> list[Leaf]:
-    """Puts those of the leaves in host memory whose names `on_host` has."""
-    return [
-        leaf._replace(on_host=True, chunk=offload.chunk) if name in on_host else leaf
-        for leaf, name in zip(leaves, names, strict=True)
-    ]
 
 
 _KEPT = ("parameters", "state")
@@ -625,13 +463,13 @@ def _stage_program(
         k = signature.kind
         run_places: dict[str, tuple] = {
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
-            for name, leaves_of in _LEAVES_OF.items()
+            for name, leaves_of in LEAVES_OF.items()
             if name not in stash_places
         }
         run_places |= {ring: next(of_runs) for ring, of_runs in stash_places.items()}
         weight_places = {
             j: place
-            for use, numbers in _NUMBERS_OF.items()
+            for use, numbers in NUMBERS_OF.items()
             for j, place in zip(numbers(traced.layer_kinds[k]), run_places.pop(use), strict=True)
         }
         run_places["parameters"] = tuple(weight_places[j] for j in range(len(weight_places)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from jpipe.compress import Compressor
 from jpipe.packing import Place
-from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.stage_update import StageUpdate
 
 
 class GradientGroup(NamedTuple):

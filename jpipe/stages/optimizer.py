@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,11 +22,10 @@ import optax
 from jpipe.gradients.sums import FACTORS, PlacedSum
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
-from jpipe.layers.model_tree import joined
 from jpipe.lowering.scalars import UPDATE
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.cut import Stages, Vectors
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
+from jpipe.stages.extra_args import PASSES, STALE_PARAMS
 from jpipe.stages.flat_update import (
     FlatUpdate,
     check_global_norm,
@@ -39,13 +38,12 @@ from jpipe.stages.flat_update import (
 )
 from jpipe.stages.groups import devices_of_owners
 from jpipe.stages.offload import NO_OFFLOAD, Offload
+from jpipe.stages.optimizer_tree import leaves_seen, seen_by_optimizer
 from jpipe.stages.shares import ReplicaCounts
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 from jpipe.stages.update_groups import (
     Grouped,
-    LeafSlots,
     PackedDraft,
-    UpdateGroup,
     group_updates,
 )
 from jpipe.stages.vector_blocks import (
@@ -57,19 +55,6 @@ from jpipe.stages.vector_blocks import (
     on_shape,
 )
 from jpipe.stages.vocabulary import PartedLeaf
-
-__all__ = [
-    "EXTRA_ARGS",
-    "PASSES",
-    "STALE_PARAMS",
-    "LeafSlots",
-    "StageUpdate",
-    "StageUpdates",
-    "UpdateGroup",
-    "make_updates",
-    "seen_by_optimizer",
-    "stage_tree",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,38 +104,6 @@ class StageUpdates:
     def gradient_arrays(self, operation: str) -> set[str]:
         """The names of the packed arrays of plain sums that an operation reads."""
         return {name for program in self.by_operation[operation] for name in program.gradient_arrays}
-
-
-# -- What the optimizer sees of a stage
-
-
-def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> Any:
-    """The tree that the optimizer sees on a stage: see `seen_by_optimizer`."""
-    return seen_by_optimizer(stages, stages.layers_of(stage), per_layer)
-
-
-def seen_by_optimizer(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> Any:
-    """The tree of the model that the optimizer sees, with None for other layers than the given ones.
-
-    A tied weight appears once, in the first of its layers. Frozen weights are None.
-    """
-    unseen = {copy for copies in stages.ties for copy in copies[1:]}
-    unseen |= {(i, j) for i in layers for j in stages.layers[i].frozen}
-    trees: list = [None] * len(stages.layers)
-    for i in layers:
-        leaves, tree = jax.tree.flatten(per_layer[i])
-        kept = [None if (i, j) in unseen else a for j, a in enumerate(leaves)]
-        trees[i] = tree.unflatten(kept)
-    return joined(stages.layers, trees)
-
-
-def leaves_seen(stages: Stages, layers: Sequence[int]) -> list[tuple[int, int]]:
-    """The `(layer, leaf)` that each leaf of `seen_by_optimizer` is."""
-    numbers = itertools.count()
-    structures = [jax.tree.structure(layer.parameters) for layer in stages.layers]
-    of_number = [(i, j) for i, tree in enumerate(structures) for j in range(tree.num_leaves)]
-    numbered = [tree.unflatten(itertools.islice(numbers, tree.num_leaves)) for tree in structures]
-    return [of_number[n] for n in jax.tree.leaves(seen_by_optimizer(stages, layers, numbered))]
 
 
 class _Placed(NamedTuple):

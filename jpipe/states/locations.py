@@ -21,7 +21,7 @@ from jpipe.layers.model_tree import path_in_model
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
-from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.optimizer_tree import seen_by_optimizer
 from jpipe.stages.stage_update import StageUpdate
 from jpipe.stages.update_groups import Piece
 

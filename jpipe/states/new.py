@@ -13,7 +13,7 @@ from jpipe.engine.state_arrays import Adopted, Lives, OnReplicas
 from jpipe.mesh import STAGE
 from jpipe.program import Program
 from jpipe.program.fresh import zeros
-from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.optimizer_tree import seen_by_optimizer
 from jpipe.states.locations import LAYER_ARRAYS, Owner, Stored, owners
 
 

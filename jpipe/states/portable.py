@@ -24,7 +24,7 @@ from jpipe.mesh import STAGE
 from jpipe.optim.identity import difference
 from jpipe.options.checks import check_fit
 from jpipe.program import Program
-from jpipe.stages.optimizer import leaves_seen, seen_by_optimizer
+from jpipe.stages.optimizer_tree import leaves_seen, seen_by_optimizer
 from jpipe.states.locations import (
     LAYER_ARRAYS,
     Leaves,

@@ -14,7 +14,7 @@ from helpers import assert_close
 
 import jpipe
 from jpipe import optim, schedules
-from jpipe.stages.optimizer import STALE_PARAMS
+from jpipe.stages.extra_args import STALE_PARAMS
 
 
 @pytest.mark.parametrize("decay", [None, 0.0, 0.95])

@@ -16,7 +16,8 @@ from jpipe.layers.as_layers import as_layers
 from jpipe.layers.trace import trace_evaluation
 from jpipe.lowering.target import CPU, GPU
 from jpipe.stages.cut import cut
-from jpipe.stages.optimizer import make_updates, stage_tree
+from jpipe.stages.optimizer import make_updates
+from jpipe.stages.optimizer_tree import stage_tree
 
 WIDTHS = [3, 4, 4, 4, 2]
 UNLIKE_WIDTHS = [3, 5, 4, 7, 2, 6]
