@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import sampled_checksum
-from jpipe.engine import outer, traffic
+from jpipe.engine import outer
 from jpipe.engine.calls import call_bounded
 from jpipe.engine.device import PassInputs
 from jpipe.engine.engine import in_all_versions, run_training
@@ -28,10 +28,9 @@ from jpipe.engine.layout import batch_spec
 from jpipe.engine.state import PipelineState, arrays_with_versions
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import check_nans, shapes_key
-from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.options.checks import check_stages
@@ -39,6 +38,7 @@ from jpipe.options.settings import Settings, same_shapes
 from jpipe.options.slices import check_states
 from jpipe.program.batches import Batches
 from jpipe.program.fresh import FreshArrays
+from jpipe.program.metrics import StepMetrics
 from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates
@@ -77,12 +77,7 @@ class Program:
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
         self.batches = Batches(settings)
         self.stages = settings.cut(traced, starts, microbatch, key_impl)
-        check_stages(
-            self.stages,
-            settings.schedule,
-            settings.numbers.recompute,
-            settings.num_replicas,
-        )
+        check_stages(self.stages, settings.schedule, settings.numbers.recompute, settings.num_replicas)
         check_states(self.stages, settings.numbers.recompute)
         _check_hooks(settings, traced)
         if settings.communication.local_steps is not None:
@@ -112,6 +107,7 @@ class Program:
             offload=settings.offload,
         )
         self._check_compression()
+        self.metrics = StepMetrics(settings, self.engine, traced.loss)
         # The metrics of learners stay with them.
         everywhere = NamedSharding(settings.mesh, PartitionSpec(*[DATA] * (self.engine.local_steps is not None)))
         options: dict[str, Any] = dict(
@@ -339,7 +335,7 @@ class Program:
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
         """Passes over the table until nothing is in flight."""
         if self.settings.schedule.synchronous:
-            return state, self._no_metrics(state)
+            return state, self.metrics.nothing(state)
         outputs = call_bounded(self._flush, self.settings.mesh, state.arrays(), self._rows)
         return self._restore(state, *outputs)
 
@@ -360,27 +356,6 @@ class Program:
         arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
         with _watchdog.Phase("outer_step", _watchdog.LONG, self.settings.rows is not None):
             return dataclasses.replace(state, **self._outer_step(fragment, arrays))
-
-    def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
-        """The metrics that `flush` returns where nothing was in flight."""
-        loss = self.traced.loss
-
-        def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
-            return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
-
-        metrics: dict[str, Any] = {
-            "loss": nothing(loss.outputs[0]),
-            "num_microbatches": jnp.zeros((), jnp.int32),
-            "gradient_norm": jnp.zeros((), self.engine.updates.norm_dtype),
-            "skipped_updates": jnp.zeros(self.stages.num_stages, jnp.int32),
-        }
-        if self.settings.has_aux:
-            metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
-        if self.settings.numbers.loss_scale is not None:
-            metrics["loss_scale"] = state.loss_scale["scale"][0]
-        if self.settings.communication.compresses:
-            metrics["compression"] = self._compression_counts(state.kept())
-        return metrics
 
     @property
     def minibatch(self) -> Any:
@@ -425,11 +400,11 @@ class Program:
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
         batch = self.batches.microbatches(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
-        metrics = self._metrics if self.engine.local_steps is None else jax.vmap(self._metrics)
-        return self._pack_outputs(state, metrics(totals))
+        means = self.metrics.means if self.engine.local_steps is None else jax.vmap(self.metrics.means)
+        return self._pack_outputs(state, means(totals))
 
     def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array):
-        """One pass over the table: the new state, and the totals that `_metrics` takes."""
+        """One pass over the table: the new state, and the totals that `StepMetrics.means` takes."""
         engine = self.engine
         kept, in_flight, results = run_training(
             engine,
@@ -442,57 +417,9 @@ class Program:
                 rows=rows,
             ),
         )
-        totals = self._totals(results)
-        if engine.local_steps is not None:
-            totals = jax.vmap(self._totals)(jax.tree.map(self._by_learner, results))
-        if self.settings.numbers.loss_scale is not None:
-            totals["loss_scale"] = kept["loss_scale"]["scale"][0]
-        if self.settings.communication.compresses:
-            totals["compression"] = self._compression_counts(kept)
+        totals = self.metrics.totals(results, kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
-
-    def _totals(self, results: Mapping[str, Any]) -> dict[str, Any]:
-        """The sums of the results of devices."""
-        columns = [d * self.engine.lowered.num_chunks + chunk for d, chunk in self.placement]
-        return {
-            "loss": results["loss"].sum(),
-            "aux": [a.sum(axis=0) for a in results["aux"]],
-            "count": results["count"].sum(),
-            "gradient_norm": results["gradient_norm"][0],
-            "skipped_updates": results["skipped"][np.array(columns)],
-        }
-
-    def _by_learner(self, result: jax.Array) -> jax.Array:
-        """A result of devices with an axis of learners before it, of which each stays on its devices."""
-        R = self.settings.num_replicas
-        sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA, STAGE))
-        return jax.lax.with_sharding_constraint(result.reshape(R, len(result) // R, *result.shape[1:]), sharding)
-
-    def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
-        return traffic.counts(self.engine, self.settings.communication.compress_messages, kept)
-
-    def _metrics(self, totals: dict) -> dict:
-        """The metrics of `step`, from sums over the microbatches of all replicas that finished.
-
-        Where none finished, a mean is 0 / 0, which is NaN.
-        """
-        count = totals["count"]
-        sums = self.traced.loss.aux_tree.unflatten(totals["aux"])
-        loss, aux = mean_of_sums(totals["loss"], sums, count)
-        metrics = {
-            "loss": loss,
-            "num_microbatches": count // self.engine.num_replicas,
-            "gradient_norm": totals["gradient_norm"],
-            "skipped_updates": totals["skipped_updates"],
-        }
-        if self.settings.has_aux:
-            metrics["aux"] = aux
-        if self.settings.numbers.loss_scale is not None:
-            metrics["loss_scale"] = totals["loss_scale"]
-        if "compression" in totals:
-            metrics["compression"] = totals["compression"]
-        return metrics
 
     def _pack_outputs(self, state: PipelineState, metrics: dict):
         """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
@@ -531,7 +458,7 @@ class Program:
         """Passes over the table without new microbatches; the state, and metrics of all passes together."""
         num_rounds = self.engine.lowered.drain_rounds
         if num_rounds == 0:
-            return state, self._no_metrics(state)
+            return state, self.metrics.nothing(state)
         num_entered = state.round * self.settings.schedule.num_microbatches
 
         def drain(arrays, _):
@@ -541,14 +468,7 @@ class Program:
 
         arrays, totals = jax.lax.scan(drain, state.arrays(), length=num_rounds)
         state = self._state_of(arrays)
-        latest: dict[str, Any] = {
-            name: totals.pop(name)[-1] for name in ("gradient_norm", "loss_scale") if name in totals
-        }
-        if "compression" in totals:
-            counts = totals.pop("compression")
-            latest["compression"] = jax.tree.map(lambda a: a[-1], counts)
-        totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
-        return state, self._metrics(totals)
+        return state, self.metrics.means(self.metrics.over_passes(totals))
 
 
 def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
