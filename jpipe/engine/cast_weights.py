@@ -25,7 +25,7 @@ from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import run_lanes
 from jpipe.engine.spec import PassSpec
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
-from jpipe.packing import Place
+from jpipe.packing import Part, Place
 
 SMALL = 2**14
 """The most numbers of a weight that is read together with others."""
@@ -58,7 +58,7 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
     def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
         lead = device.lead("parameters", lane.row)
 
-        def row(source: Packed, part: _Part, cast: jax.Array) -> jax.Array:
+        def row(source: Packed, part: Part, cast: jax.Array) -> jax.Array:
             (number,) = lead(part.array)
             array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
             old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
@@ -84,14 +84,14 @@ class WeightReader(NamedTuple):
     """
 
     arrays: Packed
-    copies: Mapping[str, Sequence[tuple["_Part", jax.Array]]]
+    copies: Mapping[str, Sequence[tuple[Part, jax.Array]]]
 
     @classmethod
     def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str) -> "WeightReader":
         """The weights for a pass, "forward" or "backward"."""
         newest = weight_pass if weight_pass in read.read_parameters else "parameters"
         sources = {"constants": read.constants, newest: _sources(read)[newest]}
-        copies: dict[str, list[tuple[_Part, jax.Array]]] = {}
+        copies: dict[str, list[tuple[Part, jax.Array]]] = {}
         cast = {use: source for use, source in sources.items() if use in read.cast_weights}
         for use, parts in _parts(spec, cast).items():
             for part in parts:
@@ -115,43 +115,6 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
     return {"parameters": arrays.parameters, **arrays.read_parameters}
 
 
-class _Part(NamedTuple):
-    """A part of a packed array that has a copy of its own.
-
-    Attributes:
-      array: the name of the array.
-      start, stop: its indices, after the leading axis.
-    """
-
-    array: str
-    start: int
-    stop: int
-
-    @classmethod
-    def of_leaf(cls, place: Place, i: int) -> "_Part":
-        """The part that is leaf i at a place."""
-        start = int(place.start(i))
-        return cls(place.array, start, start + place.block[0])
-
-    @property
-    def name(self) -> str:
-        """The name of the copy."""
-        return f"{self.array} from {self.start} to {self.stop}"
-
-    def holds(self, place: Place, i: jax.Array | int) -> bool:
-        """Whether leaf i at a place, or any leaf if i is not known, lies in it."""
-        first, last = (self.of_leaf(place, n) for n in ((i, i) if isinstance(i, int) else (0, place.count - 1)))
-        return self.start <= first.start and last.stop <= self.stop
-
-    def overlaps(self, other: "_Part") -> bool:
-        """Whether an index is in both parts of one array."""
-        return self.start < other.stop and other.start < self.stop
-
-    def of(self, array: jax.Array) -> jax.Array:
-        """The part of some rows of the array."""
-        return lax.slice_in_dim(array, self.start, self.stop, axis=1)
-
-
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
     """The copies of arrays that layers cast to fewer bytes, by their use."""
     dtype: Any = spec.numbers.compute_dtype
@@ -161,7 +124,7 @@ def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
     }
 
 
-def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[_Part]]:
+def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[Part]]:
     """The parts of some arrays that have copies, by the use of the arrays."""
     dtype = spec.numbers.compute_dtype
     leaves = _parts_of_leaves(spec) if sources and dtype is not None else {}
@@ -173,13 +136,13 @@ def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[_Par
             and jnp.issubdtype(a.dtype, jnp.floating)
             and a.dtype.itemsize > dtype.itemsize
             and not packing.is_on_host(a)
-            for part in leaves.get(name, [_Part(name, 0, a.shape[1])])
+            for part in leaves.get(name, [Part(name, 0, a.shape[1])])
         ]
         for use, source in sources.items()
     }
 
 
-def _parts_of_leaves(spec: PassSpec) -> dict[str, list[_Part]]:
+def _parts_of_leaves(spec: PassSpec) -> dict[str, list[Part]]:
     """Name of an array -> a part for each weight that most stages have there, and one in which all others lie.
 
     No two parts of weights overlap, so the copies of these take no more memory than one of the array would. Weights
@@ -187,19 +150,19 @@ def _parts_of_leaves(spec: PassSpec) -> dict[str, list[_Part]]:
     """
     if spec.lowered.target.loops_in_branches:
         return {}
-    holders: dict[str, collections.Counter[_Part]] = {}
+    holders: dict[str, collections.Counter[Part]] = {}
     for program in spec.stages.programs:
         for run in program.runs:
             for place, i in itertools.product(run.parameters, range(run.longest)):
                 if place.array and not place.on_host and (any(place.spec) or math.prod(place.shape) > SMALL):
                     counts = holders.setdefault(place.array, collections.Counter())
-                    counts[_Part.of_leaf(place, i)] += len(program.stages)
-    parts: dict[str, list[_Part]] = {}
+                    counts[Part.of_leaf(place, i)] += len(program.stages)
+    parts: dict[str, list[Part]] = {}
     for name, counts in holders.items():
-        alone: list[_Part] = []
-        others: list[_Part] = []
+        alone: list[Part] = []
+        others: list[Part] = []
         for part in sorted(counts, key=lambda part: (-counts[part], part)):
             (others if any(map(part.overlaps, alone)) else alone).append(part)
-        rest = [_Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
+        rest = [Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
         parts[name] = sorted(alone) + rest
     return parts

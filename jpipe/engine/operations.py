@@ -224,7 +224,6 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     gradients = None if split else sums.sums_in(written)
     microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")
-    column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
     by_carry = written.carry_gradient if stage.has_slices else {}
     for r, run in reversed(list(enumerate(stage.program.runs))):
@@ -248,8 +247,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
                 rings = write_stash(rings, SPLIT, places, values, stage.slot, i, stage.joins)
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
-                row = stage.runtime_index(i)
-                gradients = add_gradients(gradients, run, gp, column, row, stage.joins, microbatch)
+                gradients = add_gradients(stage, gradients, run, gp, i, microbatch)
             gx, handed = split_leaves(gx, [run.carry_gradient])
             by_carry = carries.with_gradient(stage, by_carry, run, i, handed)
             return stage.stages.values.constrained(gx), rings, gradients, by_carry
@@ -350,7 +348,6 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
     gradients = sums.sums_in(written)
     microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")
-    column = functools.partial(stage.column, "gradients")
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
 
@@ -366,8 +363,7 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
             places = run.split_residuals
             values = read_stash(rings_of(read), SPLIT, places, stage.slot, i)
             values = kind.weight_grad(parameters, stash, values)
-            row = stage.runtime_index(i)
-            return add_gradients(gradients, run, values, column, row, stage.joins, microbatch)
+            return add_gradients(stage, gradients, run, values, i, microbatch)
 
         fetch = functools.partial(weights.fetch, run)
         gradients = for_each_layer(stage, r, layer, gradients, fetch=fetch)

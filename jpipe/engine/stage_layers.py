@@ -15,7 +15,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine import carries
 from jpipe.engine.arrays import Packed, TickArrays, TickStash, Written
-from jpipe.engine.context import StageContext
+from jpipe.engine.context import StageContext, TrainingStage
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_weights import Fetched, StageWeights, gathered_along_fsdp
 from jpipe.engine.transport import arrived_skips
@@ -200,28 +200,26 @@ def read_layer_stash(
 
 
 def add_gradients(
+    stage: TrainingStage,
     gradients: Packed,
     run: LayerRun,
     values: Sequence[jax.Array | Product],
-    column_of: Callable[[], Lead],
     i: jax.Array | int,
-    joined: bool = False,
     microbatch: Microbatch | None = None,
 ) -> Packed:
-    """Adds the parameter gradients of layer i to the packed sums of a column; for `microbatch` see `sums.add`.
+    """Adds the parameter gradients of layer i to the packed sums of a stage; for `microbatch` see `sums.add`.
 
     A gradient is first a sum over all rows, and then split. Else XLA would gather the activations of all rows to
     compute each part of it.
     """
+    column, row = stage.column("gradients"), stage.runtime_index(i)
+
+    def add_plain(arrays: Packed, places: Sequence[Place], values: Sequence[jax.Array]) -> Packed:
+        arrays, places, values = stage.spec.sums.added(arrays, places, values, i)
+        return packing.add_all(arrays, places, column, values, row, joined=stage.joins)
+
     return sums.add(
-        gradients,
-        run.gradients,
-        column_of(),
-        values,
-        i,
-        microbatch,
-        as_stored=gathered_along_fsdp,
-        joined=joined,
+        gradients, run.gradients, column, values, row, microbatch, as_stored=gathered_along_fsdp, add_plain=add_plain
     )
 
 

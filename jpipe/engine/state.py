@@ -68,7 +68,8 @@ def _optimizer_state(facts: StateFacts) -> dict[str, Any]:
 
 def gradient_shapes(facts: StateFacts) -> dict[str, Any]:
     """Local shapes of the accumulators of gradients."""
-    return packed_shapes(facts.mesh, facts.packings.accumulators, facts.array_rows["gradients"])
+    shapes = packed_shapes(facts.mesh, facts.packings.accumulators, facts.array_rows["gradients"])
+    return facts.sums.shapes(shapes)
 
 
 def _counter(facts: StateFacts) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.engine.shapes import StatePackings
+from jpipe.gradients.apart import ApartSums
 from jpipe.layers.layer import Layer
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.lower import Lowered
@@ -65,6 +66,7 @@ class StateFacts:
       shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
       local_steps: the outer step of replicas whose weights are their own; None: those of replicas are equal.
       tick_stashes: the stashes that are no part of the state.
+      sums: the sums of gradients that lie apart.
       gradient_compression: local shapes of the state of the compression of gradients.
       message_compression: local shapes of the state of the compression of messages.
     """
@@ -82,6 +84,7 @@ class StateFacts:
     shares_updates: bool = False
     local_steps: LocalSteps | None = None
     tick_stashes: Container[str] = ()
+    sums: ApartSums = ApartSums()
     gradient_compression: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     message_compression: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jpipe.engine.layout import StateLayout, layout_of
 from jpipe.engine.shapes import StatePackings
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.state import gradient_shapes
+from jpipe.gradients.apart import ApartSums, apart_sums, lie_apart
 from jpipe.gradients.sums import FACTORS
 from jpipe.layers import collectives
 from jpipe.layers.backward import LayerProgram
@@ -188,9 +190,21 @@ class TrainingPass(PassSpec):
             weight_dtype=self.weight_dtype,
             shares_updates=self.shares_updates,
             tick_stashes=self.tick_stashes,
+            sums=self.sums,
             gradient_compression=jax.eval_shape(self.first_gradient_compression),
         )
         return layout_of(facts)
+
+    @functools.cached_property
+    def sums(self) -> ApartSums:
+        """The sums of gradients that lie apart."""
+        if not lie_apart(self.schedule, self.target):
+            return ApartSums()
+        packed, rows = self.stages.accumulators, self.array_rows["gradients"]
+        sizes = {name: a.shape[0] for name, a in packed.arrays.items() if rows.number(name) == 1}
+        runs = itertools.chain(*(program.runs for program in self.stages.programs))
+        leaves = ((place, i) for run in runs for place in run.gradient_places for i in range(run.longest))
+        return apart_sums(leaves, {name: size for name, size in sizes.items() if name not in packed.on_host})
 
     @property
     def weight_dtype(self) -> np.dtype | None:

@@ -20,6 +20,7 @@ from jpipe.engine.lanes import for_each_lane, run_program
 from jpipe.engine.norms import gradient_norms
 from jpipe.engine.reductions import reduction_of
 from jpipe.engine.ties import copy_tied_weights, sum_tied_gradients
+from jpipe.engine.training import TrainingPass
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 
@@ -56,6 +57,9 @@ def update(
       arrays: all arrays that an update reads or writes.
     """
     spec = device.spec
+    # Where every tick runs this function, only a branch reads all sums.
+    in_branch = spec.updates_in_every_tick
+    arrays = arrays if in_branch else _joined(spec, arrays)
     for copies in spec.ties:
         arrays = sum_tied_gradients(device, copies, arrays)
     reduction = reduction_of(device, scalars)
@@ -81,7 +85,7 @@ def update(
                 global_norm=norm,
                 scale=norms.scale,
             )
-            return column_update.run(arrays)
+            return _cut(spec, column_update.run(_joined(spec, arrays))) if in_branch else column_update.run(arrays)
 
         if spec.lowered.target.loops_in_branches:
             for merged in spec.updates.merged[lane.operation]:
@@ -101,7 +105,18 @@ def update(
     for copies in spec.ties:
         arrays = copy_tied_weights(device, copies, arrays)
     arrays = recast_weights(device, scalars, arrays)
+    arrays = arrays if in_branch else _cut(spec, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
+
+
+def _joined(spec: TrainingPass, arrays: Record) -> Record:
+    """The arrays with packed sums, which updates read: see `ApartSums`."""
+    return arrays.replace(gradients=spec.sums.joined(arrays.gradients))
+
+
+def _cut(spec: TrainingPass, arrays: Record) -> Record:
+    """The arrays with sums as a state holds them."""
+    return arrays.replace(gradients=spec.sums.cut(arrays.gradients))
 
 
 def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, jax.Array | int]:

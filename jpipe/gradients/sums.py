@@ -271,7 +271,7 @@ def add(
     microbatch: Microbatch | None,
     *,
     as_stored: Callable[[Sequence[Place], Sequence[jax.Array]], list[jax.Array]],
-    joined: bool = False,
+    add_plain: Callable[[Mapping[str, jax.Array], Sequence[Place], Sequence[jax.Array]], Mapping[str, jax.Array]],
 ) -> Mapping[str, jax.Array]:
     """Adds the gradients of a microbatch to packed sums.
 
@@ -283,7 +283,7 @@ def add(
       i: row of the places.
       microbatch: the microbatch; None if all sums are plain.
       as_stored: gradients at their places, split as these.
-      joined: see `jpipe.packing.write_all`.
+      add_plain: adds values at places, as `jpipe.packing.add_all` does.
     """
     plain: list[tuple[Place, jax.Array]] = []
     for (gradient_sum, places), value in zip(sums, values, strict=True):
@@ -297,5 +297,4 @@ def add(
         leaves = gradient_sum.add(leaves, value, microbatch)
         arrays = packing.write_all(arrays, places, lead, leaves, i)
     added = [place for place, _ in plain]
-    whole = as_stored(added, [value for _, value in plain])
-    return packing.add_all(arrays, added, lead, whole, i, joined=joined)
+    return add_plain(arrays, added, as_stored(added, [value for _, value in plain]))

@@ -40,7 +40,7 @@ from jpipe.layers.avals import abstract, is_inexact
 from jpipe.layers.equations import Equations, contains, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
-from jpipe.layers.products import GradientForms, ProductForm, with_products
+from jpipe.layers.products import AS_TRACED, GradientForms, ProductForm, ProductRule, with_products
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun, Residuals
 from jpipe.layers.vjp import (
     Arguments,
@@ -226,7 +226,7 @@ def trace_layer(
     differentiated: Collection[int] | None = None,
     zero_input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
-    products: Callable[[int, int], bool] | None = None,
+    products: ProductRule = AS_TRACED,
     rerun: Rerun = ELEMENTWISE_ONLY,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
@@ -247,8 +247,7 @@ def trace_layer(
       zero_input_grads: whether zeros stand in the place of the gradients of the other inexact leaves.
       policy: one of `jax.checkpoint_policies`. The layer stashes its inputs and the values that the
         policy saves, and its backward computes all other values again. None stashes every residual.
-      products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
-        these. None: no gradient is.
+      products: what is given in the place of gradients that are products.
       rerun: what the backward may compute again, so that the layer stashes less.
 
     Returns:
@@ -269,12 +268,7 @@ def trace_layer(
     zeros = {i: x for i, x in inexact.items() if zero_input_grads and i not in computed}
     traced = trace_backward(forward, computed, zeros)
     trained = tuple(j for j in range(len(arguments.parameters)) if j not in frozen)
-    backward, gradients = with_products(
-        traced,
-        len(forward.residuals),
-        len(trained),
-        products or (lambda a, b: False),
-    )
+    backward, gradients = with_products(traced, len(forward.residuals), len(trained), products)
     return _layer_program(
         arguments,
         trained,

@@ -3,17 +3,24 @@
 The gradient of a dense layer is `x^T d`: x its inputs `[s, a]`, d the gradients by its outputs `[s, b]`, s rows. The
 backward of `jax.vjp` computes it as a `dot_general`, which this module finds. Whoever needs no gradient, but what
 follows from both matrices, gets these instead, and the product is not computed.
+
+A layer that computes in fewer bits than its weights have casts each gradient. XLA for GPUs adds a product to the sum of
+a gradient in place, if the product itself has the bits of the sum, which is more exact too.
 """
 
+import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 
-from jpipe.layers.equations import Equations, contains
+from jpipe.layers.equations import Equations, contains, variables
 
 # What a product may go through before it is the gradient: it stays linear in the product, and in every number of it.
 _TAIL = {"convert_element_type", "copy", "reshape", "squeeze", "transpose"}
@@ -98,11 +105,27 @@ class GradientForms:
         return gradients
 
 
+@dataclasses.dataclass(frozen=True)
+class ProductRule:
+    """What a backward gives in the place of gradients that are products.
+
+    Attributes:
+      factored: `(a, b)` -> whether the two matrices are given of a product `[a, b]`; None: of no product.
+      widened: whether products that are cast to more bits are computed in these bits.
+    """
+
+    factored: Callable[[int, int], bool] | None = None
+    widened: bool = False
+
+
+AS_TRACED = ProductRule()
+
+
 def with_products(
     backward: Equations,
     num_residuals: int,
     num_parameters: int,
-    wanted: Callable[[int, int], bool],
+    rule: ProductRule,
 ) -> tuple[Equations, GradientForms]:
     """A backward whose first outputs are gradients, or both operands of the product that gives a gradient.
 
@@ -110,8 +133,11 @@ def with_products(
       backward: residuals and output gradients -> gradients of the parameters, then others.
       num_residuals: the number of residuals.
       num_parameters: the number of parameters.
-      wanted: `(a, b)` -> whether the operands are wanted of a product `[a, b]`.
+      rule: which gradients are given how.
     """
+    if rule.widened:
+        backward = _widened(backward, num_parameters)
+    wanted = rule.factored or (lambda a, b: False)
     producers = {v: eqn for eqn in backward.equations for v in eqn.outvars}
     output_gradients = backward.depending_on(backward.inputs[num_residuals:])
     outputs: list = []
@@ -138,14 +164,52 @@ def with_products(
 
 def _product(producers: dict, gradient: Any) -> Any:
     """The `dot_general` that a gradient follows from; None if it follows from more."""
+    product, *_ = _chain(producers, gradient) or [None]
+    return product
+
+
+def _chain(producers: dict, gradient: Any) -> list:
+    """The `dot_general` that a gradient follows from, and the equations after it; `[]` if it follows from more."""
+    chain: list = []
     eqn = producers[gradient] if contains(producers, gradient) else None
     while eqn is not None and eqn.primitive.name in _TAIL and len(eqn.invars) == 1:
+        chain.append(eqn)
         (operand,) = eqn.invars
         eqn = producers[operand] if contains(producers, operand) else None
     if eqn is None or eqn.primitive.name != "dot_general":
-        return None
+        return []
     _, batched = eqn.params["dimension_numbers"]
-    return None if any(batched) else eqn
+    return [] if any(batched) else [eqn, *reversed(chain)]
+
+
+def _widened(backward: Equations, num_parameters: int) -> Equations:
+    """A backward that computes products in the dtype that it casts them to, where they are parameter gradients."""
+    producers = {v: eqn for eqn in backward.equations for v in eqn.outvars}
+    reads = collections.Counter(v for eqn in backward.equations for v in variables(eqn.invars))
+    reads.update(variables(backward.outputs))
+    changed: dict[int, Any] = {}
+    for gradient in backward.outputs[:num_parameters]:
+        chain = _chain(producers, gradient)
+        if not chain or any(reads[v] > 1 for eqn in chain for v in eqn.outvars):
+            continue
+        operands = {v.aval.dtype for v in chain[0].invars}
+        dtypes = [eqn.outvars[0].aval.dtype for eqn in chain]
+        wide, is_float = dtypes[-1], all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+        # A dtype of fewer bits on the way rounds, which the layer may want.
+        rises = all(a.itemsize <= b.itemsize for a, b in itertools.pairwise(dtypes))
+        if not is_float or not rises or operands != {dtypes[0]} or dtypes[0].itemsize != 2 or wide != np.float32:
+            continue
+        kept = [eqn for eqn in chain if eqn.primitive.name != "convert_element_type"]
+        before = chain[0].invars
+        for number, eqn in enumerate(kept):
+            (old,) = eqn.outvars
+            new = gradient if number == len(kept) - 1 else jex.Var(old.aval.update(dtype=wide))
+            params = {**eqn.params, "preferred_element_type": wide} if number == 0 else eqn.params
+            changed[id(eqn)] = eqn.replace(invars=before, outvars=[new], params=params)
+            before = [new]
+        changed |= {id(eqn): None for eqn in chain if id(eqn) not in changed}
+    equations = (changed.get(id(eqn), eqn) for eqn in backward.equations)
+    return dataclasses.replace(backward, equations=tuple(eqn for eqn in equations if eqn is not None))
 
 
 def _form(

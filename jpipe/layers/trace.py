@@ -22,6 +22,7 @@ from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss, trace_loss
+from jpipe.layers.products import AS_TRACED, ProductRule
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
 from jpipe.layers.sharding import KeptSpecs, ValueSplit
 from jpipe.layers.sliced import Slices
@@ -153,7 +154,7 @@ def _trace(
     compute_dtype: Any = None,
     key_impl: Any = None,
     policy: Callable | None = None,
-    products: Callable[[int, int], bool] | None = None,
+    products: ProductRule = AS_TRACED,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     splits: Sequence[LayerSplit] = (),

@@ -45,6 +45,8 @@ class Target:
         in place.
       casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
         backward. A GPU runs casts as kernels of their own.
+      sums_apart: whether the sum of the gradient of each large weight is an array of its own between updates. cuBLAS
+        adds a product to a whole array in place.
       few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
         other branches write.
       ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages
@@ -69,6 +71,7 @@ class Target:
     updates_in_every_tick: bool = False
     drops_branches: bool = False
     casts_once: bool = False
+    sums_apart: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
     sums_by_permutes: bool = False
@@ -107,6 +110,8 @@ GPU = Target(
     updates_in_every_tick=True,
     drops_branches=True,
     casts_once=True,
+    # A branch that touches all of its arrays would touch each of these.
+    sums_apart=jax.__version_info__ >= (0, 12),
     few_arrays=True,
     ends_apart=True,
     pairs_passes=True,

@@ -11,12 +11,14 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
+from jpipe.gradients.apart import lie_apart
 from jpipe.layers import mapped
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss
+from jpipe.layers.products import ProductRule
 from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun
 from jpipe.layers.trace import (
     Traced,
@@ -253,7 +255,10 @@ class Settings:
             compute_dtype=self.numbers.compute_dtype,
             key_impl=key_impl,
             policy=self.numbers.policy,
-            products=None if accumulate is None else accumulate.is_smaller,
+            products=ProductRule(
+                factored=None if accumulate is None else accumulate.is_smaller,
+                widened=lie_apart(self.schedule, target_of(self.platform)),
+            ),
             mesh=self.mesh_of_layers,
             axis_rules=self.splits.axis_rules,
             splits=splits,

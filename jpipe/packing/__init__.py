@@ -35,6 +35,7 @@ from jpipe.packing.access import sum_of_rows as sum_of_rows
 from jpipe.packing.access import write as write
 from jpipe.packing.access import write_all as write_all
 from jpipe.packing.pack import Packing as Packing
+from jpipe.packing.parts import Part as Part
 from jpipe.packing.places import CHUNK as CHUNK
 from jpipe.packing.places import Leaf as Leaf
 from jpipe.packing.places import Place as Place

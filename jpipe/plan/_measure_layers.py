@@ -10,11 +10,12 @@ import numpy as np
 
 from jpipe import packing
 from jpipe.engine.stage_layers import (
-    add_gradients,
     read_layer_stash,
     write_layer_stash,
     write_stash,
 )
+from jpipe.engine.stage_weights import gathered_along_fsdp
+from jpipe.gradients import sums
 from jpipe.gradients.sums import AS_PARAMETERS, PlacedSum
 from jpipe.layers.avals import is_inexact, num_bytes, zeros
 from jpipe.layers.backward import LayerProgram
@@ -264,7 +265,16 @@ class _Subject:
         return read_layer_stash(reads, self._run, self.kind, lambda _: [slot], 0, only=only)
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
-        arrays = add_gradients(carry["gradients"], self._run, gradients, lambda: [row], 0)
+        arrays = sums.add(
+            carry["gradients"],
+            self._run.gradients,
+            [row],
+            gradients,
+            0,
+            None,
+            as_stored=gathered_along_fsdp,
+            add_plain=lambda arrays, places, values: packing.add_all(arrays, places, [row], values),
+        )
         return {"gradients": arrays}
 
     def _with_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
