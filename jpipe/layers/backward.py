@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from jpipe.layers.avals import abstract, is_inexact
+from jpipe.layers.avals import abstract, is_inexact, num_bytes
 from jpipe.layers.equations import Equations, contains, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
 from jpipe.layers.products import AS_TRACED, GradientForms, ProductForm, ProductRule, with_products
-from jpipe.layers.residuals import ELEMENTWISE_ONLY, Rerun, Residuals
+from jpipe.layers.residuals import COPIES, ELEMENTWISE_ONLY, FUSED, Rerun, Residuals
 from jpipe.layers.vjp import (
     Arguments,
     Forward,
@@ -80,6 +80,10 @@ class LayerValues:
     handed_on: tuple[int | None, ...] = ()
     input_stash: tuple[StashedValue, ...] = ()
     weight_stash: tuple[StashedValue, ...] = ()
+
+
+_LIGHT = {*FUSED, *COPIES, "reduce_sum"}
+"""The primitives of gradients that take no time beside products of matrices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +305,11 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
     input_grads = backward.outputs[num_gradients:]
     output_grads = backward.inputs[len(residuals.inputs) :]
 
-    computed = {v for eqn in backward.slice(backward.inputs, input_grads, effects=True).equations for v in eqn.outvars}
+    def known_after(outputs: Sequence) -> set:
+        return {v for eqn in backward.slice(backward.inputs, outputs, effects=True).equations for v in eqn.outvars}
+
+    at_hand = {*residuals.inputs, *output_grads, *known_after(input_grads)}
+    computed = known_after((*input_grads, *_summed_early(backward, at_hand, parameter_grads)))
     # Under a policy the backward may compute values from the parameters alone. The second half
     # computes these again rather than receive them.
     varying = backward.depending_on([*residuals.varying_inputs, *output_grads])
@@ -313,6 +321,32 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
     for_inputs = backward.slice(backward.inputs, (*input_grads, *split_residuals), effects=True)
     for_weights = backward.slice((*residuals.inputs, *split_residuals), parameter_grads)
     return for_inputs, for_weights, split_residuals
+
+
+def _summed_early(backward: Equations, at_hand: set, gradients: Sequence) -> list:
+    """The parameter gradients that the input-gradient half should compute: sums that are smaller than what they sum.
+
+    The gradient of a norm's scale is a sum of products of numbers that no product of matrices reads. The
+    weight-gradient half would need all of these numbers.
+
+    Args:
+      backward: the whole.
+      at_hand: the variables that the input-gradient half has anyway.
+      gradients: the parameter gradients.
+    """
+    slices = {v: backward.slice(tuple(at_hand), (v,)) for v in dict.fromkeys(variables(gradients)) if v not in at_hand}
+    needed = {
+        v: set(variables(a for eqn in part.equations for a in eqn.invars)) & at_hand for v, part in slices.items()
+    }
+    light = [v for v, part in slices.items() if all(eqn.primitive.name in _LIGHT for eqn in part.equations)]
+    kept = {a for v in slices if v not in light for a in needed[v]}
+    early = []
+    for v in light:
+        if num_bytes(a.aval for a in needed[v] - kept) > num_bytes([v.aval]):
+            early.append(v)
+        else:
+            kept |= needed[v]
+    return early
 
 
 # -- The programs

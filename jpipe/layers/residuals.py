@@ -48,8 +48,8 @@ from jpipe.layers.equations import Equations, contains, value_of, variables
 from jpipe.layers.mapped import mapped_p
 from jpipe.layers.vjp import Arguments, Forward
 
-_FUSED = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze", "transpose"}
-_COPIES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"}
+FUSED = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze", "transpose"}
+COPIES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Rerun:
             return math.inf
         if eqn.primitive is mapped_p:  # what communicates, or multiplies, never runs again
             return math.inf if any(map(self.time, eqn.params["jaxpr"].jaxpr.eqns)) else 0
-        if name in _FUSED:
+        if name in FUSED:
             return 0
         written = num_bytes(v.aval for v in eqn.outvars)
-        if name in _COPIES:
+        if name in COPIES:
             return written
         if name == "dot_general" and self.flops_per_byte:
             # A whole number, so that flows are exact.
