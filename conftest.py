@@ -127,6 +127,8 @@ def pytest_collection_modifyitems(items):
 
     Every n-th case keeps the marks of the test. Of the others every tenth is `exhaustive`, and the rest are `slow`; all
     are `exhaustive` with `sampled(n, others="exhaustive")`. All are `slow` if the test is `exhaustive`.
+
+    Of a test marked `first_case`, the first case without such a mark keeps its marks, and the others are `exhaustive`.
     """
     seen, others = collections.Counter(), collections.Counter()
     for item in items:
@@ -141,6 +143,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow" if rare else "exhaustive")
             others[test] += 1
         seen[test] += 1
+    begun = set()
+    for item in items:
+        if item.get_closest_marker("first_case") and not {"slow", "exhaustive"} & {
+            mark.name for mark in item.iter_markers()
+        }:
+            test = item.nodeid.partition("[")[0]
+            if test in begun:
+                item.add_marker("exhaustive")
+            begun.add(test)
     if _UNTIL != "inf":
         _shuffle(items)
 

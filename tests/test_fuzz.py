@@ -6,6 +6,7 @@ import fuzz_oracle
 import pytest
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.sampled(6)
 def test_sample(seed):

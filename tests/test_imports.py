@@ -95,6 +95,7 @@ def test_the_core_imports_no_satellite():
     assert not {name: targets for name, targets in doors.items() if targets}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("package", ["jpipe", "train", "models"])
 def test_no_cycle(package):
     graph = {name: imports(name, package) for name in modules(package) if name}

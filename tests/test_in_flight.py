@@ -43,6 +43,7 @@ def pipeline(schedule):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.sampled(10)

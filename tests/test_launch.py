@@ -94,6 +94,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
     assert time.monotonic() - began < 25
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_every_process_once(tmp_path, number):
     program = """
@@ -211,6 +212,7 @@ print("ends", flush=True)
     assert (tmp_path / "starts").read_text() == "...."
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "program, options, code, num_starts, why",
     [

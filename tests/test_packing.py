@@ -274,6 +274,7 @@ def test_split_leaves_keep_their_pools():
     assert set(Packing.of(owners, tight=True).specs.values()) == {spec}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("shape", [(64, 256), (2, 3, 8, 128), (16, 130), (7,), (1, 512)])
 def test_leaves_in_host_memory_are_cut_into_chunks(shape):
     """A chunk is the same numbers of a leaf wherever the leaf lies: in host memory, in a pool or in a vector."""

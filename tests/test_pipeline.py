@@ -609,6 +609,7 @@ def test_equal_layers_are_traced_once():
     np.testing.assert_allclose(outputs, 144 * np.asarray(kernel), rtol=1e-6)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", [one_f_one_b, pipemare])
 def test_a_step_is_traced_once(schedule, monkeypatch):
     chex.clear_trace_counter()

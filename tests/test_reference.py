@@ -37,6 +37,7 @@ def trained(schedule, num_steps):
     return plain, batches, losses, reference.get_params()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "S", "N"), CASES)
 @pytest.mark.sampled(3)
 def test_equals_plain_training(name, S, N):
@@ -46,6 +47,7 @@ def test_equals_plain_training(name, S, N):
     assert_close(params, want_params, "float32")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("name", "S", "N"), [CASES[2], CASES[3]])
 def test_equals_the_engine(name, S, N):
     schedule = schedule_named(name, S, N)

@@ -344,6 +344,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "fault, process",
     [

@@ -125,6 +125,7 @@ EVERY = [
 ]
 
 
+@pytest.mark.first_case
 @pytest.mark.sampled(7, others="exhaustive")
 @pytest.mark.parametrize("case", EVERY, ids=str)
 def test_outputs_and_gradients_are_those_of_whole_attention(case):

@@ -117,6 +117,7 @@ def assert_portable_equal(got, want):
     assert got.num_microbatches == want.num_microbatches
 
 
+@pytest.mark.first_case
 @pytest.mark.sampled(614)
 @pytest.mark.parametrize("before,after", PAIRS, ids=str)
 def test_every_layout_restores_into_every_other(before, after, saved):
@@ -229,6 +230,7 @@ def lengthen(path, _):
     path.write_bytes(path.read_bytes() + b"\0")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "damage",
     [
@@ -330,6 +332,7 @@ def test_another_model_is_refused(options, message, small, tmp_path):
         checkpoints.restore(other, batch)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [1, 2])  # the layout that was saved; another
 def test_a_state_of_the_same_names_is_not_taken_for_another(num_stages, small, tmp_path, monkeypatch):
     _, batch, state = small

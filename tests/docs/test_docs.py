@@ -125,6 +125,7 @@ def run_command(page, command, folder):
         assert result.stdout == command.printed
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("page, command", commands(lambda text: is_python(text) and is_quick(text)))
 @pytest.mark.sampled(2)
 def test_quick_commands_run(page, command, tmp_path):

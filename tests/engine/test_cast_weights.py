@@ -86,6 +86,7 @@ def trained(monkeypatch, casts_once, *case, target=CPU, family=FAMILY):
     return np.array(losses), pipe.get_params(state), pipe
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule, num_stages, options", CASES, ids=named)
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
 def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options, monkeypatch):
@@ -103,6 +104,7 @@ def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options,
 UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule, num_stages, options, family",
     [
@@ -159,6 +161,7 @@ def test_which_weights_have_copies(monkeypatch):
     assert 40 <= start <= 44 and stop == size  # 48 of either end
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("casts_once", [True, False])
 def test_ticks_read_what_is_cast(casts_once, monkeypatch):
     with jax.enable_x64(True):

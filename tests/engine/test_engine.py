@@ -61,6 +61,7 @@ def trained(request):
     return pipe, batch, states, state
 
 
+@pytest.mark.first_case
 def test_the_second_step_compiles_nothing(trained):
     _, _, _, state = trained
     assert state.program._step._cache_size() == 1
@@ -99,6 +100,7 @@ def test_the_search_for_copies_finds_one():
     assert copies(kept, [(5, 3)]) and not copies(donated, [(5, 3)])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("ticks", ["paired", "unit"])
 @pytest.mark.parametrize("model", ["trunk", "transformer"])
 @pytest.mark.sampled(2)
@@ -143,6 +145,7 @@ def bytes_beside_the_batch(name, num_microbatches):
     return memory.weights + memory.optimizer + memory.gradients + memory.activations + memory.temporaries
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "one_f_one_b/unit"])
 def test_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches(name):
     few, many = bytes_beside_the_batch(name, 8), bytes_beside_the_batch(name, 64)
@@ -206,6 +209,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, po
 # -- The table is an argument ---------------------------------------------------------
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["one_f_one_b", "pipedream"])
 def test_no_program_grows_with_the_table(name):
     sizes = []

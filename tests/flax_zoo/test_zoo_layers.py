@@ -17,6 +17,7 @@ def slow(table, dtype):
     return table == "asynchronous" and dtype != "float32"
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name,table,dtype", cases(EXAMPLES, slow))
 @pytest.mark.sampled(16, others="exhaustive")
 def test_equals_plain_flax(name, table, dtype):

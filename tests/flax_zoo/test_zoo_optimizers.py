@@ -18,6 +18,7 @@ def slow(table, dtype):
     return dtype == "bfloat16" or (table == "asynchronous" and dtype != "float32")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name,table,dtype", cases(EXAMPLES, slow))
 @pytest.mark.sampled(40, others="exhaustive")
 def test_equals_plain_optax(name, table, dtype):

@@ -86,6 +86,7 @@ def plain(params, state, x, microbatch, train):
     return x @ params[4]["kernel"] + params[4]["bias"][None], statistics
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("S,N", [(1, 1), (3, 1)])
 def test_linen_and_pairs_equal_their_libraries(S, N):
@@ -225,6 +226,7 @@ def test_other_state_moves_in_every_microbatch():
     np.testing.assert_allclose(pipe.get_mutable_state(state)[0]["last"], kernel @ kernel @ np.ones(2))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
 @pytest.mark.parametrize("data", [False, True])
 def test_integer_state_counts_microbatches(schedule, data):

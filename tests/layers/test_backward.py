@@ -199,6 +199,7 @@ def test_without_input_gradients_less_is_kept():
 # -- Work -----------------------------------------------------------------------------
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -387,6 +388,7 @@ def test_complex_values_are_computed_again(policy):
     assert_equal(jax.tree.leaves(kind.backward([p], stash, [gy])), vjp(gy))
 
 
+@pytest.mark.first_case
 @every_policy
 def test_parameters_alone_are_rebuilt_under_every_policy(policy):
     """From the weights given to the backward, in each of its halves; nothing shaped like a weight is kept."""

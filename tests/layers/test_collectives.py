@@ -198,6 +198,7 @@ def test_a_permute_is_all_gathers_of_pairs(size):
         assert len(_rounds(size, ring, in_pairs=True)) == min(2, size - 1)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("spec", [ROWS, P(("a", "b"))], ids=str)
 def test_ragged_products_alone(spec):
     """`jax.vmap` does not know them over two axes, nor their gradients."""

@@ -98,6 +98,7 @@ def primitives(function, *args):
     return {eqn.primitive.name for eqn in jaxpr.eqns}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "window",
     [

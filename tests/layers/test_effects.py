@@ -69,6 +69,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(3)
 def test_callbacks_run_once_per_forward(name):

@@ -62,6 +62,7 @@ def with_accuracy(loss):
     return both
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule,S,N,replicas,recompute", SYNCHRONOUS)
 @pytest.mark.sampled(12)
@@ -116,6 +117,7 @@ def delays(name, ticks, S, N):
     }[name]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name,ticks,S,N,options",
     [
@@ -260,6 +262,7 @@ def divided(pair):
     return pair[0] / pair[1]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "loss,words",
     [
@@ -299,6 +302,7 @@ def test_a_loss_that_microbatches_change_is_warned_about(loss, words):
             pipeline(loss).init(KEY, batch)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "loss",
     [
@@ -381,6 +385,7 @@ def plain_reporting(params, batch):
     return square(x, batch).mean() + penalty, uneven
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize(
     "schedule,S,N,options",

@@ -117,6 +117,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule,S,N,recompute,R", CASES)
 @pytest.mark.sampled(8)
 def test_batch_norm_and_dropout(schedule, S, N, recompute, R):
@@ -169,6 +170,7 @@ class Norms(nnx.Module):
         return y
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule,S", [("gpipe", 1), ("one_f_one_b/unit", 2)])
 def test_statistics_that_are_not_finite_stay_and_nothing_else_does(schedule, S):
     """Large values overflow the variance of the first norm, and no other state, not even beside it."""

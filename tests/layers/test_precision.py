@@ -47,6 +47,7 @@ def scales(values, schedule=None, loss=mean, learning_rate=1.0):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "one_f_one_b/unit", "gpipe"])
 def test_gradients_are_summed_in_float32(name):
     """256 + 1 is 256 in bfloat16, in which each of these gradients is exact."""
@@ -81,6 +82,7 @@ def test_layers_compute_in_bfloat16_and_the_loss_in_float32():
     assert set(seen) == {np.dtype("float32")}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_casts_are_not_stashed(family):
     """What a layer keeps has the shapes that it has in float32, and fewer bytes; so have messages."""
@@ -119,6 +121,7 @@ def in_bfloat16(family):
     return plain, model
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["mlp", slow("transformer")])
 def test_equals_a_plain_loop_that_casts(family):
     plain, model = in_bfloat16(family)

@@ -183,6 +183,7 @@ def batches(count, size):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize(
     "schedule,S,N,options",
@@ -244,6 +245,7 @@ def test_penalties_in_asynchronous_schedules(schedule, N):
 # -- Dtypes
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("weighted", [True, False])
 def test_losses_of_many_microbatches_are_summed_in_float32(weighted):
     """bfloat16 counts to 256 in steps of 1."""

@@ -231,6 +231,7 @@ MODELS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("train", [True, False], ids=["train", "evaluate"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.sampled(3)
@@ -258,6 +259,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", LOOPS)
 def test_no_loop_is_accused(name):
     """The rows are not followed through `lax.scan`, and nothing is said about it."""
@@ -265,6 +267,7 @@ def test_no_loop_is_accused(name):
     assert row_mixing(traced(model.layers(), inputs, True)) == []
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("policy", ["compute_dtype", "policy"])
 def test_casts_and_policies_change_nothing(policy):
     options = {

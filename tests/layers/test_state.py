@@ -219,6 +219,7 @@ NORMS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", NORMS)
 def test_running_statistics_are_those_of_the_whole_minibatch(name):
     layer = NORMS[name]
@@ -250,6 +251,7 @@ def test_a_stage_runs_again_if_only_its_running_statistics_have_moved():
         np.testing.assert_allclose(value, want[path], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule,data",
     [
@@ -322,6 +324,7 @@ def plain_sequence(steps, num_parts):
     return {path[0]: v[...] for path, v in nnx.to_flat_state(nnx.state(module))}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule",
     [

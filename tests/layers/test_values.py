@@ -118,6 +118,7 @@ PAIRS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", PAIRS)
 def test_values_beside_an_activation_travel(name):
     make, use = PAIRS[name]
@@ -143,6 +144,7 @@ def test_a_number_of_python_takes_the_compute_dtype():
     np.testing.assert_allclose(losses, want, rtol=2e-2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["a key", "no elements", "complex"])
 def test_they_also_travel_past_stages(name):
     make, use = PAIRS[name]
@@ -175,6 +177,7 @@ def test_a_compute_dtype_leaves_complex_numbers_alone():
     np.testing.assert_allclose(rounded, exact, rtol=1e-2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("clip", [1e9, 0.1])
 def test_complex_weights_and_their_norm(clip):
     """Norms are those of |z|^2; gradients are as JAX gives them."""
@@ -235,6 +238,7 @@ class NnxBlock(nnx.Module):
         return nnx.remat(block)(self, x) if self.again else block(self, x)
 
 
+@pytest.mark.exhaustive
 def test_dropout_does_not_change_by_rematerialisation():
     results = []
     for again in (False, True):
@@ -299,6 +303,7 @@ def test_linen_layers_that_draw_are_evaluated():
 # -- Modes
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("mode", ["eval", "open", "train"])
 def test_modes_that_a_user_chose_stay(mode):
     """As in plain Flax; a mode that is left open is that of training."""
@@ -363,6 +368,7 @@ PAIRS_THAT_COMPARE_EQUAL = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", PAIRS_THAT_COMPARE_EQUAL)
 def test_layers_that_compare_equal_run_their_own_programs(name):
     values = PAIRS_THAT_COMPARE_EQUAL[name]

@@ -114,6 +114,7 @@ def test_text_has_uses_and_blocks():
     assert "and 2 smaller ones" in text
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("panels", [(), ("bytes",), ("blocks", "intervals")])
 def test_pictures(tmp_path, panels):
     pytest.importorskip("matplotlib")

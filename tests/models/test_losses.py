@@ -36,6 +36,7 @@ def test_without_weights_it_is_the_mean(shape):
     assert CrossEntropy().metrics(averages) == {"accuracy": pytest.approx(hits)}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("loss", [CrossEntropy(), Segmentation()])
 def test_with_weights_it_is_a_sum_and_the_number_of_labels_that_count(loss):
     logits, labels = example((3, 4), 7)

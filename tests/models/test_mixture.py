@@ -81,6 +81,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_equals_a_loop_over_positions(options):
     layer, x = mixture(**options), inputs()
@@ -113,6 +114,7 @@ def test_a_large_capacity_drops_nothing():
     np.testing.assert_allclose(mixture(capacity=E / 1.0)(x), mixture()(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("capacity", [None, 0.5])
 def test_no_position_depends_on_a_later_one(capacity):
     layer, x = pure(mixture(capacity=capacity)), inputs()
@@ -174,6 +176,7 @@ def on_mesh(function, sizes, rules, x):
         return jax.jit(function)(x)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("exchange", ["padded", "ragged"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_devices_change_nothing(sizes, exchange, monkeypatch):

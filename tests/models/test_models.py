@@ -405,6 +405,7 @@ def test_recurrent_decoder_starts_where_the_encoder_ends():
     np.testing.assert_allclose(run(layers, inputs), wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("model", [TURNS, SENTENCES], ids=lambda m: type(m).__name__)
 def test_recurrent_models_are_causal(model):
     layers, x = build(model), example(model, (1, 12))
@@ -502,6 +503,7 @@ def test_first_loss_is_that_of_a_guess(model, shape):
     assert abs(float(loss) - np.log(logits.shape[-1])) < 0.5
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 @pytest.mark.sampled(3)
 def test_examples_do_not_touch_each_other(model, shape):
@@ -853,6 +855,7 @@ def test_blocks_norm_after_or_before():
         assert got == normed, (model, stream)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "model, shape, draws",
     [
@@ -892,6 +895,7 @@ def test_rate_of_dropout():
     assert np.mean(y == 0) == pytest.approx(0.25, abs=0.05)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "model",
     [

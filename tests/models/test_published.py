@@ -142,6 +142,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", OPTIONS)
 def test_logits_are_those_of_numpy(name):
     options = OPTIONS[name]
@@ -175,6 +176,7 @@ def test_long_rotation():
 # -- In a pipeline
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gemma", pytest.param("tied", marks=pytest.mark.exhaustive)])
 def test_packed_documents_train_as_alone(name):
     """Rows of several documents, with a masked loss in chunks of logits, equal one document a row."""

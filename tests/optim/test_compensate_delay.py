@@ -138,6 +138,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("case", CASES)
 def test_a_pipeline_passes_the_weights_of_the_oldest_forward(case):
     delays, N = CASES[case]

@@ -90,6 +90,7 @@ TABLES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", TABLES)
 def test_equals_a_loop_that_keeps_every_version(name):
     table, forward, backward = TABLES[name]

@@ -31,6 +31,7 @@ def loop(weights, batches, delay):
     return [v[-1] for v in versions]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["one_f_one_b", "pipedream"])
 def test_equals_a_plain_loop(name):
     rng = np.random.default_rng(0)

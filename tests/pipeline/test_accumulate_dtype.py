@@ -66,6 +66,7 @@ def stepped(pipe, data=None):
     return pipe.step(state, data)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -103,6 +104,7 @@ def test_the_form_for_gpus(monkeypatch):
         np.testing.assert_array_equal(w, want)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +125,7 @@ def test_replicas_exchange_sums(options):
         np.testing.assert_array_equal(w, -want)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("dtype", "want"), [(jnp.float32, -136), (None, -132)])
 def test_factors_of_a_sum_are_sent(dtype, want):
     """Gradients are matrices of equal numbers, which rank 1 gives up to rounding: 263 and 9, or 256 and 8."""
@@ -145,6 +148,7 @@ def test_memory_counts_the_sums():
     assert wide.memory(data).weights == narrow.memory(data).weights
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("options", [{}, {"num_replicas": 2}], ids=str)
 def test_the_planner_counts_the_sums(tmp_path, options):
     schedule = schedule_named("one_f_one_b", 2, N)
@@ -174,6 +178,7 @@ class Embedding(nnx.Module):
         return vocabulary.lookup(self.token[...], tokens)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("dtype,want", [(jnp.float32, -264), (None, -256)])
 def test_layers_that_all_stages_run(dtype, want):
     def loss(outputs, batch):

@@ -126,6 +126,7 @@ def sigmas_in(state):
 SYNCHRONOUS = ["gpipe", "one_f_one_b", "one_f_one_b/unit", "zero_bubble_h1"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 @pytest.mark.sampled(9)

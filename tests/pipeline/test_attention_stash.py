@@ -125,6 +125,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", [*NNX, "linen"])
 def test_the_step_is_that_of_the_plain_model(name, schedule):

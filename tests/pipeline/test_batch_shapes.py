@@ -98,6 +98,7 @@ TABLES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name", [n if n in ("1F1B", "interleaved") else pytest.param(n, marks=pytest.mark.exhaustive) for n in TABLES]
 )
@@ -206,6 +207,7 @@ OPTIONS = {
 FEW = ("state, draws and a moving loss scale", "compressed gradients", "thresholds of messages", "versions of weights")
 
 
+@pytest.mark.first_case
 @pytest.mark.filterwarnings("ignore:.*is not a mean over rows", "ignore:.*bubble")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in OPTIONS])
 def test_a_step_goes_on_as_an_adopted_state(name):
@@ -266,6 +268,7 @@ def test_weights_that_another_shape_packs_otherwise():
     assert arrays[0] == arrays[2] != arrays[1]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("balance", ["flops", "memory"])
 def test_the_cut_and_programs_made_before_the_state_stay(balance, compiled):
     constant = jpipe.InitApply(
@@ -305,6 +308,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_batch_leaves_the_state_whole(name):
     pipe = make()

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("case", CASES)
 def test_a_rate_is_set_on_every_device(case):
     options, schedule = CASES[case]
@@ -105,6 +106,7 @@ def test_refusals():
         plain.with_hyperparams(state, learning_rate=0.25)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule",
     [SCHEDULES.gpipe(2, 2), SCHEDULES.gpipe(1, 1)],

@@ -144,6 +144,7 @@ def test_each_replica_keeps_its_error(compressor):
         np.testing.assert_allclose(got, norm, rtol=1e-3)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
 @pytest.mark.sampled(4)
 def test_replicas_stay_equal(compressor):
@@ -156,6 +157,7 @@ def test_replicas_stay_equal(compressor):
     assert any(np.abs(a).max() > 0 for of_replica in errors for a in of_replica[0])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "compressor,dtype",
     [
@@ -175,6 +177,7 @@ def test_what_travels_has_the_dtype_of_the_wire(compressor, dtype):
     assert not any(f"{DIM},{DIM}" in shape for kind, shape in gathered if kind != dtype)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "compressor,times",
     # The bias is whole: 4 * 128 bytes, and 65 entries of the kernel with their indices.

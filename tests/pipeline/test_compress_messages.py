@@ -51,6 +51,7 @@ def trained(pipe, number=3, poison=False):
 # -- Identities
 
 
+@pytest.mark.first_case
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize(
     "schedule,options",
@@ -115,6 +116,7 @@ def masked_training(compressor, S, N, number, straight_through=None):
     return losses, params
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule,S,recompute",
     [
@@ -139,6 +141,7 @@ def test_a_sparse_message_is_a_mask(schedule, S, recompute, compressor):
     assert_close(pipe.get_params(state), params, "float32")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("compressor", [Quantize(8, block=8), Cast()], ids=str)
 def test_a_rounded_message_passes_its_gradient(compressor):
     pipe = make({"activations": compressor}, "one_f_one_b", 4)
@@ -206,6 +209,7 @@ def test_skips_are_compressed_and_integers_are_not():
 # -- Bytes
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "compress,types",
     [

@@ -138,6 +138,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first_case
 @pytest.mark.sampled(5, others="exhaustive")
 @pytest.mark.parametrize("schedule, method, axes", CASES, ids=str)
 def test_training_is_that_of_the_plain_model(schedule, method, axes):
@@ -210,6 +211,7 @@ MODEL_CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(6, others="exhaustive")
 @pytest.mark.parametrize("name, schedule, axes", MODEL_CASES, ids=str)
 def test_models_share_their_positions(name, schedule, axes):
@@ -245,6 +247,7 @@ def test_a_length_that_is_not_divided():
         pipe.init(KEY, batches(1, 12)[0])
 
 
+@pytest.mark.exhaustive
 def test_idle_devices_of_gpus_gather_nothing(monkeypatch):
     """Before JAX 0.12 a branch writes a part of each large array back to its place. The part is that of a device."""
     monkeypatch.setattr(guard, "_LARGE", 0)

@@ -56,6 +56,7 @@ SYNCHRONOUS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute", SYNCHRONOUS)
 @pytest.mark.sampled(12)

@@ -21,6 +21,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute,R", CASES)
 @pytest.mark.sampled(3)

@@ -40,6 +40,7 @@ def left_behind(forget_executables):
     return programs, len(jax.devices()[0].client.live_executables())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param("one_f_one_b", marks=pytest.mark.exhaustive), "pipedream"])
 def test_nothing_is_left_of_a_pipeline(name, forget_executables):
     use_a_pipeline(name)  # small functions that all pipelines share are compiled

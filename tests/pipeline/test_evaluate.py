@@ -66,6 +66,7 @@ def test_evaluate_is_the_loss_of_the_whole_batch(R):
     state, _ = pipe.step(state, batch_of(6 * R))  # the state is still there
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("R", [1, 2])
 def test_aux_is_the_mean_over_microbatches_and_replicas(R):
     N = 3
@@ -175,6 +176,7 @@ OTHER_KINDS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", OTHER_KINDS)
 def test_layers_that_are_alike_in_evaluation_only(name):
     """Evaluation may loop over layers that training runs one by one, or the other way round. Weights and state lie
@@ -198,6 +200,7 @@ def test_layers_that_are_alike_in_evaluation_only(name):
         np.testing.assert_allclose(pipe.predict(state, batch), x, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", range(8))
 def test_evaluation_reads_every_leaf_where_training_has_it(seed):
     rng = np.random.default_rng(seed)

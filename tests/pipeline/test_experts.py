@@ -148,6 +148,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("axes, kind, schedule, rules", CASES, ids=str)
 def test_training_equals_the_plain_model(axes, kind, schedule, rules):
     pipe = pipeline(axes, kind, schedule, axis_rules=rules)
@@ -184,6 +185,7 @@ def pair_passes(monkeypatch, platform):
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(TARGETS[platform], pairs_passes=True, pair_options={}))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("platform, kind, schedule, num_layers, options", PAIRED, ids=str)
 def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, options, monkeypatch):
     pair_passes(monkeypatch, platform)
@@ -276,6 +278,7 @@ def bytes_of_exchanges(num_devices, num_replicas, capacity=None):
     return 2 * rows * D * 4 + counts, 2 * rows * D * 4
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "axes, kind, rules",
     [
@@ -313,6 +316,7 @@ def test_the_exchanges_are_those_of_theory(axes, kind, rules):
         assert not large or c.kind == "all-to-all" or (replicas and "/update/" in c.name), c
 
 
+@pytest.mark.exhaustive
 def test_a_device_has_its_experts():
     pipe = pipeline({"expert": 4})
     state = pipe.init(KEY, batches()[0])
@@ -354,6 +358,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes, optimizer, options", OPTIMIZERS)
 def test_updates_equal_those_of_the_plain_model(axes, optimizer, options):
     """A norm counts each expert once, and each other weight once too."""

@@ -129,6 +129,7 @@ def check(pipe, mask="mixed", delay=0, data=None):
     return state
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("schedule", "mask"),
     [
@@ -154,6 +155,7 @@ def test_late_gradients_equal_plain_jax(mask):
     assert_close(after, plain(before, MASKS[mask], late, batches(), delay=1)[1], "float32")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("schedule", "predicts"),
     [
@@ -175,6 +177,7 @@ def test_late_weights_are_those_of_zero_gradients(schedule, predicts):
     assert_close(got, want, "float32")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -281,6 +284,7 @@ def masked():
     return jpipe.InitApply(lambda key, xs: {"kernel": jax.random.normal(key, (DIM, DIM)) / 3}, apply, name="masked")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_a_mask_that_layers_hand_on_has_no_gradient(num_stages):
     """Products of a layer: of the two values with the kernel, for the kernel twice, and for `x` once."""
@@ -338,6 +342,7 @@ class Towers(nnx.Module):
         return x * y
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("schedule", "num_stages"), [("gpipe", 1), ("one_f_one_b", 2), ("zero_bubble_h1", 2)])
 def test_a_frozen_tower_has_no_backward(schedule, num_stages):
     """It is not among the first layers: its products are those of the forward alone."""
@@ -426,6 +431,7 @@ def test_a_timeline_has_frozen_weights_once():
 # -- States
 
 
+@pytest.mark.exhaustive
 def test_checkpoints(tmp_path):
     """Restored into the same pipeline, into another layout, and with other weights trained."""
     pipe, data = make("one_f_one_b"), batches(4)
@@ -473,6 +479,7 @@ def test_weights_that_the_optimizer_keeps():
 # -- Ties, batch norm
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("mask", [[BIAS] * 6, [BOTH] + [NONE] * 4 + [BOTH]], ids=["frozen", "trained"])
 def test_ties(mask):
     tie = [(0, "kernel"), (5, "kernel")]
@@ -526,6 +533,7 @@ def nnx_plain(module, wrt, data, optimizer):
     return losses, nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["norm", "linears"])
 def test_statistics_of_a_frozen_batch_norm_move(name):
     """One microbatch, so that both normalise by the same rows."""
@@ -629,6 +637,7 @@ class Stack(nn.Module):
 HEAD = {("head", "bias"), ("head", "kernel")}
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("trainable", "want"),
     [
@@ -667,6 +676,7 @@ class Quantized(nnx.Module):
         return jnp.tanh(x @ (self.kernel[...] * self.scale[...][None]) + x @ self.a[...] @ self.b[...])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule, axes",
     [

@@ -181,6 +181,7 @@ class Wide(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
 def test_what_waits_for_a_backward_is_split(schedule):
     """Stashes, and what is between the halves of a split backward: each device has those of its rows."""

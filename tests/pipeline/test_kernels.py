@@ -140,6 +140,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("mesh", "name", "schedule"),
     [
@@ -189,6 +190,7 @@ class Sines(nnx.Module):
         return jax.lax.scan(turn, x, length=2)[0]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("mesh", [{"fsdp": 2}, {}, pytest.param({"data": 2, "model": 2}, marks=pytest.mark.exhaustive)])
 def test_any_other_kernel_is_computed_whole(mesh):
     trained(Sines, mesh, jpipe.schedules.one_f_one_b)

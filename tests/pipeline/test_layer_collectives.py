@@ -338,6 +338,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name, schedule", RUNS)
 def test_equals_plain_jax(name, schedule):
     case = CASES[name]
@@ -416,6 +417,7 @@ class Dropped(nnx.Module):
         return self.mlp(x * jnp.concatenate([kept(key, part, shape) for part in range(2)], axis=-1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule", ["zero bubble", *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("1f1b", "pipedream"))]
 )
@@ -432,6 +434,7 @@ def test_random_keys_reach_the_devices(schedule):
     assert_close(trained(in_map=True), trained(in_map=False), "float32")
 
 
+@pytest.mark.exhaustive
 def test_all_devices_of_gpus_take_the_branches(monkeypatch):
     """Where one `switch` holds all programs of a stage, the collectives are in its branches too."""
     use_target(monkeypatch, "gpu")
@@ -449,6 +452,7 @@ def test_all_devices_of_gpus_take_the_branches(monkeypatch):
 # -- Costs, and refusals
 
 
+@pytest.mark.exhaustive
 def test_layers_are_measured_alone():
     """On one device, without a mesh: the FLOPs of all devices together."""
     case = CASES["nnx"]
@@ -516,6 +520,7 @@ def shifted(x, whole):
     return jnp.roll(x, 1, axis=1)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("whole", [False, True])
 def test_permutes_of_xla_itself(whole):
     """On CPUs they would end the process, or give wrong numbers."""
@@ -550,6 +555,7 @@ def test_axes_before_those_of_the_pipeline():
     np.testing.assert_allclose(metrics["loss"], losses[0], rtol=1e-5)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("mesh", [None, mesh_of(a=4), jax.make_mesh((2, 2), ("stage", "model"))], ids=str)
 def test_meshes_of_the_surroundings_change_nothing(mesh):
     """The user's mesh may be any, and the pipeline's may have explicit axes."""
@@ -587,6 +593,7 @@ class SplitMlp(nnx.Module):
         return x + jnp.tanh(hidden(x, self.up[...], self.down[...]))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1", "pipemare"])
 def test_a_map_stashes_what_the_same_layer_without_one_does(schedule):
     """Not every array that the derivative of its elementwise operations reads."""

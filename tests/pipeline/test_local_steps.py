@@ -173,6 +173,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+@pytest.mark.exhaustive
 def test_adopted_by_a_pipeline_whose_replicas_agree_and_back():
     pipe, other, data = pipeline(), pipeline(None, schedules.gpipe), batches(2)
     state, _ = pipe.step(pipe.init(KEY, data[0]), data[0])
@@ -185,6 +186,7 @@ def test_adopted_by_a_pipeline_whose_replicas_agree_and_back():
     assert np.isfinite(jax.tree.leaves(pipe.get_params(pipe.outer_step(back)))[0]).all()
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "optimizer", [jpipe.optim.master_weights(INNER), optax.contrib.schedule_free(optax.sgd(0.1), 0.1)]
 )

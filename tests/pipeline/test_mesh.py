@@ -201,6 +201,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name, sizes", [case(name, *m.values()) for name in MODELS for m in MESHES])
 @pytest.mark.sampled(2)
 def test_every_model_on_every_mesh_equals_the_plain_model(name, sizes):

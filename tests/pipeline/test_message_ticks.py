@@ -49,6 +49,7 @@ def test_every_synchronous_schedule_is_here():
     assert {name for name, *_ in SYNCHRONOUS} == names - {"seq_one_f_one_b"}  # see below
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name,options,S,N,ticks,overlap", SYNCHRONOUS, ids=str)
 @pytest.mark.sampled(8)
 def test_equals_the_plain_model(name, options, S, N, ticks, overlap):
@@ -122,6 +123,7 @@ def none(s, j):
     return 0
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name,S,N,ticks,overlap,replicas", ASYNCHRONOUS, ids=str)
 @pytest.mark.sampled(4)
 def test_equals_the_definition(name, S, N, ticks, overlap, replicas):
@@ -166,6 +168,7 @@ def test_equals_the_definition(name, S, N, ticks, overlap, replicas):
         assert_close(pipe.get_params(state), params, "float64")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "table",
     [schedules.one_f_one_b(3, 4, message_ticks=(1, 2)), schedules.gpipe(2, 4, (2, 1), message_ticks=2)],
@@ -195,6 +198,7 @@ def test_the_walk_finds_a_message_that_is_read_too_early():
 # -- What moves, and when
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("overlap", "platform"), [(False, "cpu"), (True, "cpu"), (True, "tpu"), (True, "gpu")])
 @pytest.mark.sampled(2)
 def test_skips_cross_too(overlap, platform, monkeypatch):
@@ -244,6 +248,7 @@ def reachable(start, edges):
     return seen
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(("ticks", "num_crossing"), [(1, 0), ((1, 2, 1), 2), (2, 2)], ids=str)
 @pytest.mark.sampled(2)
 def test_a_whole_tick_of_compute_lies_between_send_and_receive(ticks, num_crossing):

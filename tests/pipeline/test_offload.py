@@ -103,6 +103,7 @@ CASES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, stages, microbatches, offload, options", CASES)
 def test_numbers_are_those_without_offload(name, stages, microbatches, offload, options):

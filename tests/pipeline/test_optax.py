@@ -190,6 +190,7 @@ FLOAT32 = ("injected", "warm-up and cosine")
 LABELLED = ("partition", "muon")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "cut"),
     [(name, "four" if name in LABELLED else ["two", "three"][i % 2]) for i, name in enumerate(OPTIMIZERS)],

@@ -14,6 +14,7 @@ from flax import nnx
 import jpipe
 
 
+@pytest.mark.exhaustive
 def test_is_the_loss_that_a_step_reports():
     family = FAMILIES["mlp"]
     pipe = jpipe.Pipeline(

@@ -58,6 +58,7 @@ def plain(weights, batch):
     return total / weight
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.sampled(8)
 def test_a_random_table_trains_the_plain_model(seed):
@@ -97,6 +98,7 @@ def test_a_random_table_trains_the_plain_model(seed):
 ASYNCHRONOUS = [s for s in range(40) if random_asynchronous_table(s).num_stages > 1]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("seed", ASYNCHRONOUS[:16])
 @pytest.mark.sampled(8)
 def test_a_random_asynchronous_table_does_what_it_says(seed):

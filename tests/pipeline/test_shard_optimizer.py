@@ -66,6 +66,7 @@ def plain(family, optimizer, num_rows):
     return layers, batches, model.params, trained
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family, schedule, S, N, data, optimizer", CASES)
 @pytest.mark.sampled(8)

@@ -156,6 +156,7 @@ def check(kinds, schedule, *, loss=mean, batch=None, steps=1, **options):
 sliced = jpipe.schedules.seq_one_f_one_b
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("num_stages", "num_slices"),
     [(2, 1), (2, 2), (4, 4), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((2, 4), (4, 1), (4, 2)))],
@@ -170,6 +171,7 @@ def test_messages_of_two_ticks(overlap):
     check(MIXED, sliced(3, 4, 2, message_ticks=(1, 2)), steps=2, overlap=overlap)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -189,6 +191,7 @@ def test_with_other_options(options):
     check(("jpipe", "recurrence"), sliced(2, 8, 4), **options)
 
 
+@pytest.mark.exhaustive
 def test_unit_ticks():
     check(("jpipe", "recurrence", "hand"), sliced(3, 8, 4, ticks="unit"))
 
@@ -197,6 +200,7 @@ def test_full_recomputation_of_attention():
     check(("jpipe", "hand"), sliced(2, 8, 4), recompute="full")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_on_other_platforms(monkeypatch, platform):
     use_target(monkeypatch, platform)
@@ -207,6 +211,7 @@ def test_one_device():
     check(("jpipe", "recurrence"), sliced(1, 4, 2))
 
 
+@pytest.mark.exhaustive
 def test_stages_that_share_a_device_and_an_order_of_ones_own():
     """All forwards, then all backwards, as in TeraPipe; two stages on a device."""
     N, k, S = 4, 2, 4

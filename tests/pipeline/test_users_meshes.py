@@ -127,6 +127,7 @@ def test_weights_count_by_their_values(place):
     assert_expected(results(pipe, BATCH, params=placed))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
 def test_a_pipeline_on_an_explicit_mesh(sizes):
     mesh = explicit(*sizes, names=("stage", "data"))
@@ -134,6 +135,7 @@ def test_a_pipeline_on_an_explicit_mesh(sizes):
     assert_expected(results(pipeline(mesh), batch, some))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["host", "on the mesh"])
 @pytest.mark.parametrize("sizes", [(2,), (2, 4)], ids=str)
 def test_a_program_under_set_mesh(sizes, on_mesh):
@@ -172,6 +174,7 @@ def surrounded(mesh):
 
 
 # fmt: skip
+@pytest.mark.first_case
 @pytest.mark.parametrize("mesh", [explicit(2), Mesh(jax.devices()[:2], ("x",))], ids=["explicit", "automatic"])
 def test_arrays_of_the_surroundings_count_by_their_values(mesh):
     jax.tree.map(np.testing.assert_array_equal, surrounded(mesh), surrounded(None))

@@ -207,6 +207,7 @@ def reporting_loss(outputs, batch, *, reported):
     return (total + penalty, weight), aux | {"penalty": penalty}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name,stages,num_microbatches,axes,options",
     [
@@ -420,6 +421,7 @@ OF_MATRICES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "optimizer,schedule,data",
     [
@@ -490,6 +492,7 @@ def test_a_state_of_whole_matrices_goes_to_other_numbers_of_stages(optimizer):
 OVER_STAGES, OVER_BOTH = ((("vocab", axes), *jpipe.AXIS_RULES) for axes in ("stage", ("stage", "model")))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule,optimizer,rules,axes",
     [
@@ -597,6 +600,7 @@ def test_replicas_exchange_compressed_gradients_of_parts(schedule, optimizer):
     )
 
 
+@pytest.mark.exhaustive
 def test_compressed_gradients_without_loss_equal_the_plain_model():
     _, (losses, _, params) = plain()
     pipe = pipeline(

@@ -67,6 +67,7 @@ def sent(profile, operation, kind):
 # -- Bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axes", [{"expert": 2}, pytest.param({"context": 2}, marks=pytest.mark.exhaustive)], ids=str)
 def test_bytes_are_those_of_the_compiled_program(axes):
     pipe, profile = pipeline(**axes), on_axes(**axes)
@@ -87,6 +88,7 @@ def test_bytes_are_those_of_the_compiled_program(axes):
         assert total == sum(e.num_bytes for e in layer.exchanges if e.operation == "backward")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("P", [2, 4])
 def test_bytes_of_experts_are_the_formula(P):
     """With capacity 1 each device hands its choices to the exchange, and keeps 1 of P: there, and back."""
@@ -98,6 +100,7 @@ def test_bytes_of_experts_are_the_formula(P):
         assert (exchange.num_bytes, exchange.axes, exchange.num_messages) == (expected, ("expert",), 2 * (P - 1))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zero_bubble_h1"])
 @pytest.mark.parametrize("axes", [{"expert": 2}, {"context": 2}], ids=str)
 def test_memory_is_that_of_the_pipeline(axes, schedule, monkeypatch):
@@ -121,6 +124,7 @@ def test_a_profile_with_axes_is_kept(tmp_path):
     assert profile.axes == (Axis("expert", 2),) and profile.group_size == 2
 
 
+@pytest.mark.exhaustive
 def test_work_is_divided_by_the_devices_that_split_it():
     times = {"forward_and_stash": 1.0, "backward": 2.0, "update": 1.0}
     profile = pipeline(expert=2).profile(BATCH, whole=timed(whole(), **times))
@@ -258,6 +262,7 @@ def planned(layers, axes=(), stage=1, data=1, schedule=None, boundaries=()):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", CASES)
 def test_a_chosen_plan_trains_as_the_plain_model(name):
     layers, inputs, axis = CASES[name]
@@ -296,6 +301,7 @@ def test_a_chosen_plan_trains_as_the_plain_model(name):
 # -- Bad input
 
 
+@pytest.mark.exhaustive
 def test_axes_that_are_not_counted():
     with pytest.raises(ValueError, match="sends along 'model' is not counted.*'expert' and 'context' may stay"):
         planned(LONG.layers(), [Axis("model", 2)]).profile({"inputs": np.zeros((2, 64), np.int32)}, whole=whole())

@@ -224,6 +224,7 @@ class Counts(nnx.Module):
         return self.linear(x)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("is_read", [True, False])
 def test_no_plan_runs_a_forward_again_that_reads_moved_state(is_read, tmp_path):
     pipe = jpipe.Pipeline(

@@ -26,6 +26,7 @@ PROFILE = timed(
 TABLE = jpipe.schedules.gpipe(3, 8)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "table, slots, others",
     [

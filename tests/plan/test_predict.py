@@ -46,6 +46,7 @@ def without_compiling(pipe, batch):
     return pipe.memory(batch)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("family", CUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -174,6 +175,7 @@ SKIPS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name,cut", SKIPS)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.sampled(8)

@@ -379,6 +379,7 @@ def test_round_trip(measured, tmp_path):
     assert read_graph(tmp_path / "graph.json") == graph
 
 
+@pytest.mark.exhaustive
 def test_cache(tmp_path, monkeypatch, recwarn):
     path = tmp_path / "profile.json"
     calls = []

@@ -214,6 +214,7 @@ def test_never_slower_than_stages_or_a_strategy_alone(profiles, machine):
     assert plain.prediction.seconds == stages.prediction.seconds
 
 
+@pytest.mark.exhaustive
 def test_both_may_be_faster_than_either(profiles):
     """Servers of two devices and a slow link: operators are split inside of a server, and stages lie on both."""
     machine = Machine(4, bandwidth=(1e9, 2e6), devices_per_server=2)
@@ -249,6 +250,7 @@ def test_rates_explain_the_measured_seconds(profiles):
     assert 0.5 * LAYERS * 3e-3 <= seconds <= LAYERS * 3e-3 * (1 + 1e-9)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("measured_on", [1, 2, 4])
 def test_devices_that_share_cores(measured_on):
     """Four devices on two cores compute everything, each all of it: by hand."""

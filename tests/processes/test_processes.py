@@ -43,6 +43,7 @@ def test_all_processes_place_a_model_as_the_first_one_measured():
         assert (first[0], second[0]) == ("0", "1") and first[1:] == second[1:]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_process_does_not_wait_for_ever_for_others_to_start(process):
     with socket.socket() as probe:

@@ -107,6 +107,7 @@ def square(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("inputs", [None, "one", "dict", "tuple"])
 def test_arguments_are_entries_of_the_batch(inputs):
     model = Named(rngs=nnx.Rngs(0))
@@ -190,6 +191,7 @@ def test_the_end_in_evaluation_is_that_of_the_model_in_evaluation():
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("given", ["module", "factory", "list"])
 def test_arguments_of_nnx_modules_that_are_given_once(given):
     class Noisy(nnx.Module):

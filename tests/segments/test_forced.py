@@ -99,6 +99,7 @@ def test_boundaries_come_before_marks():
     ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("boundaries", "second"),
     [

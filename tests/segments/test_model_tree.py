@@ -93,6 +93,7 @@ def test_labels_are_those_of_the_model():
     assert np.abs(got["layers"][1]["kernel"] - before["layers"][1]["kernel"]).max() > 0
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("way", ["adopt", "checkpoint"])
 def test_training_goes_on_with_other_stages(tmp_path, way):
     pipe, state = trained()

@@ -168,6 +168,7 @@ def rarely(*case):
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "num_stages"),
     [
@@ -216,6 +217,7 @@ def orders(graph, rng, num_groups):
     return tuple(of_step[n] for n in range(len(of_step)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [rarely("towers"), "branches", rarely("translation"), rarely("U-Net")])
 def test_every_order_of_the_products_trains_as_one_stage_does(name, monkeypatch):
     """Dropout, running statistics and printed values included."""

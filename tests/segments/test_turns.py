@@ -128,6 +128,7 @@ MODELS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if "axis" in name else name for name in MODELS]
 )

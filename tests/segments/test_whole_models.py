@@ -126,6 +126,7 @@ def plain_params(model, inputs, first):
     return first, lambda p: nnx.merge(graph, nnx.State(p), jax.tree.map(jnp.asarray, rest))(inputs)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "schedule"), [*((name, "one_f_one_b") for name in CASES), ("U-Net", "zero_bubble_h1")]
 )
@@ -171,6 +172,7 @@ class Dropped(nnx.Module):
         return x[:, :5]
 
 
+@pytest.mark.exhaustive
 def test_dropout_draws_anew_and_does_not_depend_on_the_stages():
     batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
     losses = {}

@@ -249,11 +249,13 @@ def check_numbers(case: Case, num_devices: int, *, in_stages: bool = False) -> N
         check_equal(run(*given), expected, f"{degrees}")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_every_degree(name):
     check_numbers(CASES[name], 2)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.exhaustive) if name in LONG_WINDOWS else name for name in WINDOWS],
@@ -262,6 +264,7 @@ def test_numbers_of_windows_of_every_shape(name):
     check_numbers(WINDOWS[name], 4)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["two groups", "depthwise", "three groups"])
 def test_numbers_of_groups_that_only_xla_splits(name):
     check_numbers(WINDOWS[name], 4, in_stages=True)
@@ -514,6 +517,7 @@ def check_model(name: str, seed: int, num_devices: int = 4) -> None:
     assert 0 < sent_bytes(compiled.as_text()) <= predicted
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", [*MODELS, *VIEWS])
 def test_a_random_strategy_of_a_model(name):
     check_model(name, 1)

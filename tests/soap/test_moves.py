@@ -103,6 +103,7 @@ def test_no_step_splits_a_dim_unevenly():
         assert not after[2] and len(after[1]) < 2
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("devices", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_one_dim_to_two_is_no_gather(devices):
     """Positions in four parts, then halves of samples and channels: each device sends parts, and none gets the whole

@@ -243,6 +243,7 @@ def test_search_is_never_worse_than_its_starts_and_repeats_itself():
     assert found.simulated.sent_bytes <= fastest.sent_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_seeds", "budgets"),
     [(3, (1, 45, 200)), pytest.param(30, (1, 7, 20, 45, 130, 400, 900), marks=pytest.mark.exhaustive)],
@@ -305,6 +306,7 @@ def all_configs(operator, num_devices, kinds):
                 yield soap.Config(degrees, devices)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_irregular_sets_of_devices(num_seeds):
     """The optimum of all sets of devices and all degrees, and better than the best regular one."""

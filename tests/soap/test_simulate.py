@@ -44,6 +44,7 @@ def assert_same(one, sync="ring"):
     np.testing.assert_allclose(one.tasks.load, tasks.load, rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("sync", ["ring", "server"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_full_simulation_obeys_the_rules(name, sync):
@@ -96,6 +97,7 @@ def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None, ov
     assert_same(one, sync)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("sync", ["ring", "server"])
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.sampled(4)
@@ -112,6 +114,7 @@ def test_delta_simulation_is_exact_on_random_graphs():
         random_walk(graph, count, 60, seed, "ring", 1, overlap=overlap)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_devices", [16, 64])
 def test_delta_simulation_is_exact_on_many_devices(num_devices):
     random_walk(soap_graphs.lenet(), num_devices, 50, 2, "ring", 9)
@@ -377,6 +380,7 @@ def peaks(graph, strategy, num_devices):
     return tuple(most.tolist())
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["branches", "lenet"])
 def test_memory_is_the_peak_over_the_step(name):
     graph, machine = GRAPHS[name](), soap_graphs.machine(4)

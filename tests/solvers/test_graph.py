@@ -272,6 +272,7 @@ def test_files_that_are_no_graphs(tmp_path):
     assert len(read_graph(path).nodes) == 3  # as some editors on Windows write it
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("format", ["pipedream", "jpipe", "placement"])
 def test_damaged_files_raise_nothing_but_value_errors(tmp_path, format):
     text = {"pipedream": PIPEDREAM, "jpipe": OURS, "placement": PLACED}[format]

@@ -58,6 +58,7 @@ def test_random_graphs_have_what_is_to_be_tested():
     assert sum(stage.on_host for s in solutions for stage in s.stages) > 20
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("merged", [False, True])
 def test_merging_changes_nothing(merged, monkeypatch):
     """Blocks of pairs, bounds and merging against none of them, on graphs too large for brute force."""
@@ -116,6 +117,7 @@ def test_one_device_takes_it_all(name, one_device):
     assert_same_digits(solution.objective, one_device)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "best"),
     [
@@ -145,6 +147,7 @@ def test_fewer_devices(name, best):
         assert_same_digits(solution.objective, expected)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("transfer", [0.05, 1.0])
 def test_tens_of_thousands_of_ideals(transfer):
     graph = branches(11, (3, 5, 7, 16), 1, num_devices=6, transfer=transfer)

@@ -316,6 +316,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("cost_model", MODELS)
 @pytest.mark.sampled(2)

@@ -151,12 +151,14 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_update_as_one_device_does(name, num_stages):
     assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("block", [7, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.sampled(2)
@@ -166,6 +168,7 @@ def test_vectors_are_updated_in_blocks(name, block):
     assert_updates_as_one_device(stages, OPTIMIZERS[name])
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
 def test_groups_do_not_grow_with_the_shapes(name):
     """Blocks of one size on all stages, and nothing else; every number of a vector is updated once."""
@@ -188,6 +191,7 @@ def test_groups_do_not_grow_with_the_shapes(name):
     assert group.num_turns == sum(g.num_turns for u in updates.programs for g in u.groups if g.inputs)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
 def test_a_vector_alone_in_its_arrays_is_updated_at_once(name):
     """Stages of 44, 35 and 34 numbers: one block with the padding behind it, and each moment in an array of its own."""
@@ -319,6 +323,7 @@ MIXING = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [2, 4])  # 4: a layer a stage
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_mix_layers_are_refused(name, num_stages):
@@ -385,6 +390,7 @@ def test_masks_that_are_trees_are_refused():
 CLIP = optim.clip_by_global_norm(0.1)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
     ("optimizer", "warns"),
@@ -404,6 +410,7 @@ def test_clipping_anything_but_the_gradient_warns(optimizer, warns, num_stages):
     assert warns == any("`jpipe.optim.clip_by_global_norm` first" in t for t in texts)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", MIXING)
 def test_one_stage_may_mix_its_layers(name):
     stages = stages_of(1)

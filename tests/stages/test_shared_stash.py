@@ -136,6 +136,7 @@ def places(pipe, ring, shape):
     return numbers
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "zero_bubble_h1", pytest.param("pipedream", marks=pytest.mark.exhaustive)]
 )

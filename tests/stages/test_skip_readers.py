@@ -117,6 +117,7 @@ CASES = {
 }
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["1F1B", "zero bubble", pytest.param("PipeDream-2BW", marks=pytest.mark.exhaustive)])
 def test_several_readers_equal_the_plain_model(name):
     schedule, boundaries, recompute, delay = CASES[name]

@@ -94,6 +94,7 @@ CASES = [
 ]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule,S,N,recompute,R,optimizer", CASES)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.sampled(3)

@@ -132,6 +132,7 @@ def test_a_message_begins_on_all_devices_at_once(trace):
         np.testing.assert_allclose(times, times[0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("make", [lambda: S.gpipe(1, 1), lambda: S.interleaved(4, 4)], ids=["one stage", "interleaved"])
 def test_other_tables(make):
     check(traced(make()), make())

@@ -184,6 +184,7 @@ def run_small_gpt(tmp_path, config, *words):
     assert main(["--config", config, *(f"--config.{word}" for word in words)]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_run(tmp_path):
     words = [
         "asynchronous=2bw-muon", "pipeline.num_stages=2", "pipeline.num_microbatches=2", "batch_size=4", "num_steps=4",
@@ -195,6 +196,7 @@ def test_a_run(tmp_path):
     assert again.asynchronous == "2bw-muon" and again.optimizer.error_feedback == 1.0
 
 
+@pytest.mark.exhaustive
 def test_diagnostics_are_in_the_log_for_each_stage(tmp_path, capsys):
     words = [
         "pipeline.num_stages=4", "pipeline.delays=5,2,1,0", "batch_size=2", "num_steps=6", "log_every=3",

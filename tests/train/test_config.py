@@ -488,6 +488,7 @@ def test_corrections_of_late_gradients():
         OptimizerConfig(discrepancy_decay=1.0)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["basis_rotation", "muon"])
 def test_optimizers_for_late_gradients(name):
     """Against the transforms written out; the rate is constant and matrices decay."""

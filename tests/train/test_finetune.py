@@ -112,6 +112,7 @@ RUNS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [n if n == "LoRA, 2 stages" else pytest.param(n, marks=pytest.mark.exhaustive) for n in RUNS]
 )

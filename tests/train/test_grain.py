@@ -75,6 +75,7 @@ def rows_of(process, num_processes, num_rows):
     return np.arange(num_rows).reshape(num_processes, -1)[process]
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("stages, processes", [((2, 2), (1, 2)), ((2, 4), (4, 1))])
 def test_every_example_is_trained_on_once(stages, processes, tmp_path):
     """The run goes on with other stages, and with other processes, each of which draws all and gives its rows."""
@@ -122,6 +123,7 @@ def module(tmp_path, monkeypatch):
     return "grains_of_a_user"
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ["numbers", "stream"])
 def test_a_stream_goes_on_where_it_was(name, module):
     data = Grain(f"{module}:{name}", f"{module}:ends").load()
@@ -138,6 +140,7 @@ def test_a_stream_goes_on_where_it_was(name, module):
         shuffled(data.train, 8, seed=0, first=3)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_a_stream_is_resumed(module, tmp_path):
     words = ["model=MLP", "model.widths=8", f"data=grain:{module}:stream", f"data.test={module}:ends", "batch_size=8"]
     words += ["pipeline.num_stages=1", "pipeline.num_microbatches=2", "checkpoint.every=2", "log_every=1"]

@@ -27,6 +27,7 @@ def losses(folder):
     return [record["loss"] for record in log_of(folder) if "loss" in record and "test_loss" not in record]
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_where_it_was(tmp_path, capsys):
     options = ["mesh.local_steps=2", "checkpoint.every=3"]
     assert script(tmp_path / "whole", *options) == 0

@@ -507,6 +507,7 @@ def test_a_plan_with_copies_is_saved_as_a_configuration(tmp_path):
     assert loaded.pipeline.table() == best.table()
 
 
+@pytest.mark.exhaustive
 def test_axes_of_stages_are_planned_and_saved(monkeypatch, tmp_path, capsys):
     """Experts that do not fit a device go to several, and the saved configuration has them."""
     from jpipe.plan import Machine, pipelines

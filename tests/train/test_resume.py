@@ -104,6 +104,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("words", CHANGES, ids=str)
 def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
@@ -304,6 +305,7 @@ def test_checkpoints_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeyp
     assert jpipe.Checkpoints(other / "checkpoints").steps() == []
 
 
+@pytest.mark.exhaustive
 def test_a_signal_in_an_evaluation_loses_no_step(whole, tmp_path, monkeypatch, capsys):
     """The run that goes on evaluates the step again, so that its log is that of the whole run."""
     evaluate, folder = script.evaluate, tmp_path / "run"

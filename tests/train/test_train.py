@@ -510,6 +510,7 @@ def test_profiled_steps_leave_a_trace(base, tmp_path, capsys):
     assert f"trace: bubble {trace.bubble:.1%} measured in 2 steps, 33.3% in the table" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_without_a_trace_that_cannot_be_recorded(tmp_path, capsys):
     run_dir = tmp_path / "run"
     words = options("num_steps=3", "profile=2:4", f"run_dir={run_dir}")
