@@ -171,6 +171,8 @@ class StageContext:
         without an entry they are read where they are needed. See `runtime_index`.
       unrolls: whether no loop runs over the layers: see `jpipe.engine.pairs`.
       copied: the rings of stashes of which the stage gets a copy of its slot alone, `[1, ...]`.
+      position: the position of the stage on its device, where a branch is for this one alone: see
+        `TrainingPass.branches`.
     """
 
     device: Device
@@ -179,6 +181,7 @@ class StageContext:
     columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(default_factory=dict)
     unrolls: bool = False
     copied: frozenset[str] = frozenset()
+    position: int = 0
 
     @property
     def spec(self) -> PassSpec:

@@ -41,6 +41,7 @@ The buffers live in the donated training state. As temporaries of the step they 
 anew by every step.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -398,11 +399,15 @@ def _run_operation(
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
+        stages = _stages(device, lane)
+        number = lane.branch if spec.drops_branches else lane.program
+        if isinstance(device, TrainingDevice) and name in ("backward", "weight_grad") and device.spec.branches:
+            number = _number_of((lane.program, lane.chunk), device.spec.branches)
+            stages = [dataclasses.replace(stages[p], position=chunk) for p, chunk in device.spec.branches]
         branches = [
             _branch(name, stage) if _runs(spec, name, j, stage) else Branch(name, [], lambda written, _: written)
-            for stage in _stages(device, lane)
+            for stage in stages
         ]
-        number = lane.branch if spec.drops_branches else lane.program
         if paired is not False:
             number = jnp.where(paired, -1, lane.program)
         with lane_scope(j):
@@ -412,13 +417,20 @@ def _run_operation(
 
 def _run_pair(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> tuple[TickArrays, jax.Array]:
     """Runs a forward and a backward in one branch. Also returns bool `[]`, whether the device has both in this tick."""
-    spec, number = device.spec, jnp.int32(-1)
+    spec = device.spec
     lanes = scalars.lane("forward", 0), scalars.lane("backward", 0)
     forwards, backwards = (cast(Sequence[TrainingStage], _stages(device, lane)) for lane in lanes)
-    for k, (p, q) in enumerate(spec.pairs):
-        number = jnp.where((lanes[0].program == p) & (lanes[1].program == q), k, number)
+    number = _number_of((lanes[0].program, lanes[1].program), spec.pairs)
     branches = [pair(forwards[p], backwards[q]) for p, q in spec.pairs]
     return run_one_of(spec.lowered.target, number, branches, arrays), number >= 0
+
+
+def _number_of(values: tuple[jax.Array, jax.Array], pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """int32 `[]`: the position of two numbers among pairs of them, -1 if they are not there."""
+    number = jnp.int32(-1)
+    for k, (p, q) in enumerate(pairs):
+        number = jnp.where((values[0] == p) & (values[1] == q), k, number)
+    return number
 
 
 def _stages(device: Device, lane: LaneScalars) -> Sequence[StageContext]:

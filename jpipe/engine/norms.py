@@ -160,6 +160,8 @@ def _squares(
 
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
+        if device.spec.updates_in_every_tick:
+            gradients = device.spec.sums.joined(gradients)
         totals = []
         for operation in device.spec.updates.by_operation:
             operation_gradients = gradients_of(device, operation, gradients)

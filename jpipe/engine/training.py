@@ -14,7 +14,7 @@ from jpipe.engine.layout import StateLayout, layout_of
 from jpipe.engine.shapes import StatePackings
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.state import gradient_shapes
-from jpipe.gradients.apart import ApartSums, apart_sums, lie_apart
+from jpipe.gradients.apart import ApartSums, apart_sums
 from jpipe.gradients.sums import FACTORS
 from jpipe.layers import collectives
 from jpipe.layers.backward import LayerProgram
@@ -197,14 +197,33 @@ class TrainingPass(PassSpec):
 
     @functools.cached_property
     def sums(self) -> ApartSums:
-        """The sums of gradients that lie apart."""
-        if not lie_apart(self.schedule, self.target):
-            return ApartSums()
+        """The sums of gradients that lie apart.
+
+        Of a device with several stages a branch for each says which one runs, and in `pairs` none does.
+        """
         packed, rows = self.stages.accumulators, self.array_rows["gradients"]
-        sizes = {name: a.shape[0] for name, a in packed.arrays.items() if rows.number(name) == 1}
+        if not self.target.sums_apart or (rows.num_rows > 1 and self.pairs):
+            return ApartSums()
+        in_all_rows = [name for name in packed.arrays if rows.num_rows == 1 or name not in rows.tables]
+        shapes = {
+            name: (rows.num_rows, packed.arrays[name].shape[0])
+            for name in in_all_rows
+            if name not in packed.on_host and name not in rows.unit_rows
+        }
         runs = itertools.chain(*(program.runs for program in self.stages.programs))
         leaves = ((place, i) for run in runs for place in run.gradient_places for i in range(run.longest))
-        return apart_sums(leaves, {name: size for name, size in sizes.items() if name not in packed.on_host})
+        return apart_sums(leaves, shapes)
+
+    @functools.cached_property
+    def branches(self) -> list[tuple[int, int]]:
+        """`(program, position of the stage on its device)` of each branch of an operation that adds to sums; `[]`: one
+        for each program, because the position does not matter.
+        """
+        if not self.sums.has_rows:
+            return []
+        program_of = self.stages.program_of_stage
+        copies = enumerate(self.lowered.copies)
+        return sorted({(program_of[s], chunk) for s, of_stage in copies for _, chunk in of_stage})
 
     @property
     def weight_dtype(self) -> np.dtype | None:

@@ -7,16 +7,15 @@ again afterwards.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.lowering.target import Target
 from jpipe.packing import Part, Place
-from jpipe.schedule import Schedule
 
 SMALL = 2**14
 """The most numbers of a weight whose sum shares an array with others."""
@@ -24,63 +23,71 @@ SMALL = 2**14
 Packed: TypeAlias = Mapping[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class ApartSums:
-    """The packed arrays of sums that are cut.
+class SumArray(NamedTuple):
+    """A packed array of sums that is cut.
 
     Attributes:
-      alone: name of a packed array -> the parts with an array of their own, in order.
-      between: name of a packed array -> the ranges between them, in order, which share one array.
+      num_rows: R.
+      alone: the parts of which each row has an array of its own, in order.
+      between: the ranges between them, in order, which share one array.
     """
 
-    alone: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
-    between: Mapping[str, Sequence[Part]] = dataclasses.field(default_factory=dict)
+    num_rows: int
+    alone: Sequence[Part]
+    between: Sequence[Part]
+
+
+@dataclasses.dataclass(frozen=True)
+class ApartSums:
+    """The packed arrays of sums that are cut, by name."""
+
+    arrays: Mapping[str, SumArray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_rows(self) -> bool:
+        """True if an array has several rows, so that a sum lies apart for each stage of a device."""
+        return any(array.num_rows > 1 for array in self.arrays.values())
 
     def shapes(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of the arrays in a state, from those of the packed arrays `[R, n, ...]`."""
 
-        def shape(a: jax.ShapeDtypeStruct, size: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((a.shape[0], size, *a.shape[2:]), a.dtype, sharding=a.sharding)
+        def shape(a: jax.ShapeDtypeStruct, number: int, parts: Sequence[Part]) -> jax.ShapeDtypeStruct:
+            size = sum(part.size for part in parts)
+            return jax.ShapeDtypeStruct((number, size, *a.shape[2:]), a.dtype, sharding=a.sharding)
 
-        cut = {name: a for name, a in shapes.items() if name not in self.alone}
-        for name, parts in self.alone.items():
-            cut |= {part.name: shape(shapes[name], part.stop - part.start) for part in parts}
-            if ranges := self.between[name]:
-                cut[_rest(name)] = shape(shapes[name], sum(part.stop - part.start for part in ranges))
+        cut = {name: a for name, a in shapes.items() if name not in self.arrays}
+        for name, (num_rows, alone, between) in self.arrays.items():
+            for part, row in itertools.product(alone, range(num_rows)):
+                cut[_alone(part, row)] = shape(shapes[name], 1, [part])
+            if between:
+                cut[_rest(name)] = shape(shapes[name], num_rows, between)
         return cut
-
-    def names(self, packed: Iterable[str]) -> set[str]:
-        """The names of packed arrays, and of the arrays in a state that hold parts of them."""
-        names = set(packed)
-        for name in names & self.alone.keys():
-            names |= {*(part.name for part in self.alone[name]), _rest(name)}
-        return names
 
     def joined(self, arrays: Packed) -> Packed:
         """The packed arrays of sums, from those of a state."""
-        cut = self.names(self.alone) - self.alone.keys()
-        whole = {name: a for name, a in arrays.items() if name not in cut}
-        for name, parts in self.alone.items():
-            pieces = {part: arrays[part.name] for part in parts}
-            start = 0
-            for part in self.between[name]:
-                size = part.stop - part.start
-                pieces[part] = Part(_rest(name), start, start + size).of(arrays[_rest(name)])
-                start += size
-            whole[name] = jnp.concatenate([pieces[part] for part in sorted(pieces)], axis=1)
-        return whole
+        left = dict(arrays)
+        for name, (num_rows, alone, between) in self.arrays.items():
+            pieces = {part: jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]) for part in alone}
+            if between:
+                rest, start = left.pop(_rest(name)), 0
+                for part in between:
+                    pieces[part] = Part(name, start, start + part.size).of(rest)
+                    start += part.size
+            left[name] = jnp.concatenate([pieces[part] for part in sorted(pieces)], axis=1)
+        return left
 
     def cut(self, arrays: Packed) -> Packed:
         """The arrays of a state, from the packed arrays of sums."""
-        parts = {name: a for name, a in arrays.items() if name not in self.alone}
-        for name, alone in self.alone.items():
-            parts |= {part.name: part.of(arrays[name]) for part in alone}
-            if ranges := self.between[name]:
-                parts[_rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in ranges], axis=1)
+        parts = {name: a for name, a in arrays.items() if name not in self.arrays}
+        for name, (num_rows, alone, between) in self.arrays.items():
+            for part, row in itertools.product(alone, range(num_rows)):
+                parts[_alone(part, row)] = part.of(arrays[name][row : row + 1])
+            if between:
+                parts[_rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in between], axis=1)
         return parts
 
     def added(
-        self, arrays: Packed, places: Sequence[Place], values: Sequence[jax.Array], i: jax.Array | int
+        self, arrays: Packed, places: Sequence[Place], values: Sequence[jax.Array], i: jax.Array | int, row: int
     ) -> tuple[Packed, list[Place], list[jax.Array]]:
         """Adds a value to leaf i of every place that has an array of its own.
 
@@ -89,20 +96,22 @@ class ApartSums:
           places: places in the packed arrays.
           values: one per place.
           i: number of the leaf.
+          row: the row of the stage in the packed arrays.
 
         Returns:
           The arrays, and what is left to add: places in them, and the values.
         """
         left_places, left_values = [], []
         for place, value in zip(places, values, strict=True):
-            if place.array in self.alone:
+            if place.array in self.arrays:
                 assert isinstance(i, int)  # layers are unrolled where sums are apart
                 part = Part.of_leaf(place, i)
-                if part in self.alone[place.array]:
-                    old = arrays[part.name]
+                if part in self.arrays[place.array].alone:
+                    name = _alone(part, row)
+                    old = arrays[name]
                     # In the shape of the weight: XLA then sees the sum of two matrices.
                     new = old.reshape(value.shape) + value.astype(old.dtype)
-                    arrays = {**arrays, part.name: new.reshape(old.shape)}
+                    arrays = {**arrays, name: new.reshape(old.shape)}
                     continue
                 place = self._in_rest(place, i)
             left_places.append(place)
@@ -112,12 +121,17 @@ class ApartSums:
     def _in_rest(self, place: Place, i: int) -> Place:
         """The place in the array of the ranges of which leaf i is leaf i of a place."""
         start, base = 0, int(place.start(i))
-        for part in self.between[place.array]:
+        for part in self.arrays[place.array].between:
             if part.start <= base < part.stop:
                 moved = base - part.start + start - i * place.stride
                 return dataclasses.replace(place, array=_rest(place.array), base=moved)
-            start += part.stop - part.start
+            start += part.size
         raise AssertionError(f"leaf {i} at {place} lies in no range")
+
+
+def _alone(part: Part, row: int) -> str:
+    """The name of the array of a row of a part."""
+    return f"{part.name} of row {row}" if row else part.name
 
 
 def _rest(array: str) -> str:
@@ -125,33 +139,25 @@ def _rest(array: str) -> str:
     return f"{array} rest"
 
 
-def lie_apart(schedule: Schedule, target: Target) -> bool:
-    """Returns whether a state holds sums of large weights apart.
-
-    With several stages on a device the row of a sum is known at run time only, and cuBLAS would not add in place.
-    """
-    return target.sums_apart and schedule.num_columns == schedule.num_devices
-
-
-def apart_sums(leaves: Iterable[tuple[Place, int]], sizes: Mapping[str, int]) -> ApartSums:
+def apart_sums(leaves: Iterable[tuple[Place, int]], shapes: Mapping[str, tuple[int, int]]) -> ApartSums:
     """The sums that lie apart: of large weights at indices where no stage has another one.
 
     Args:
       leaves: the place of each sum on each stage, and the number of the leaf there.
-      sizes: name of a packed array that may be cut -> the size of its axis after the leading one.
+      shapes: name of a packed array that may be cut -> its numbers of rows and of indices in a row.
     """
-    parts: dict[str, set[Part]] = {name: set() for name in sizes}
+    parts: dict[str, set[Part]] = {name: set() for name in shapes}
     large = set()
     for place, i in leaves:
         if place.array in parts:
             part = Part.of_leaf(place, i)
             parts[place.array].add(part)
             large |= {part} if math.prod(place.shape) > SMALL else set()
-    alone = {
-        name: [part for part in _without_overlap(array_parts) if part in large] for name, array_parts in parts.items()
-    }
-    alone = {name: array_parts for name, array_parts in alone.items() if array_parts}
-    return ApartSums(alone, {name: _between(array_parts, name, sizes[name]) for name, array_parts in alone.items()})
+    arrays = {}
+    for name, (num_rows, size) in shapes.items():
+        if alone := [part for part in _without_overlap(parts[name]) if part in large]:
+            arrays[name] = SumArray(num_rows, alone, _between(alone, name, size))
+    return ApartSums(arrays)
 
 
 def _without_overlap(parts: Iterable[Part]) -> list[Part]:

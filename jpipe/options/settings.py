@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import BatchRows, is_global, is_shared
-from jpipe.gradients.apart import lie_apart
 from jpipe.layers import mapped
 from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import rules_for
@@ -257,7 +256,7 @@ class Settings:
             policy=self.numbers.policy,
             products=ProductRule(
                 factored=None if accumulate is None else accumulate.is_smaller,
-                widened=lie_apart(self.schedule, target_of(self.platform)),
+                widened=target_of(self.platform).sums_apart,
             ),
             mesh=self.mesh_of_layers,
             axis_rules=self.splits.axis_rules,

@@ -27,6 +27,11 @@ class Part(NamedTuple):
         return cls(place.array, start, start + place.block[0])
 
     @property
+    def size(self) -> int:
+        """The number of indices."""
+        return self.stop - self.start
+
+    @property
     def name(self) -> str:
         """The name of the part's own array."""
         return f"{self.array} from {self.start} to {self.stop}"

@@ -32,6 +32,10 @@ CASES = [
     # schedule, stages, layers, options
     ("one_f_one_b", 3, EQUAL, {}),
     ("pipedream/unit", 3, UNLIKE, {}),
+    ("interleaved", 4, EQUAL, {}),
+    exhaustive("zero_bubble_v", 2, UNLIKE, {}),
+    exhaustive("zero_bubble_v", 4, EQUAL, {}),
+    exhaustive("dual_pipe_v", 4, EQUAL, {"mesh": {"data": 2}}),
     exhaustive("one_f_one_b", 3, UNLIKE, {}),
     exhaustive("gpipe", 2, EQUAL, {"ties": [[(1, "linear.kernel"), (3, "linear.kernel")]]}),
     exhaustive("gpipe", 2, EQUAL, {"trainable": lambda path, _: "bias" in path}),
