@@ -1,7 +1,7 @@
 """The training step without a pipeline that `compile_gpu.py` compiles: a scan over microbatches."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import gpu_steps
