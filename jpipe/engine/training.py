@@ -150,13 +150,12 @@ class TrainingPass(PassSpec):
     def records_collectives(self) -> bool:
         """True if branches hold collectives that a CUDA graph can have.
 
-        They run along all axes but "stage", and along that one in layers that all stages run together, and where an
-        update in a tick adds up copies of weights. CUDA has no call of the host in a branch of a graph, and NCCL needs
-        one between nodes.
+        They run along all axes but "stage", and along that one in layers that all stages run together, and where the
+        update of a tick adds up what copies of a stage have. CUDA has no call of the host in a branch of a graph, and
+        NCCL needs one between nodes.
         """
         axes = [name for name, size in self.mesh.shape.items() if size > 1 and name != STAGE]
-        sums = (self.stages.ties or self.schedule.has_copies) and self.lowered.updates[:-1].any()
-        if self.stages.vocabulary.layers or sums:
+        if self.stages.vocabulary.layers or (self.schedule.has_copies and self.lowered.updates[:-1].any()):
             axes.append(STAGE)
         return bool(axes) and stays_in_slices(self.mesh, axes)
 
