@@ -3,6 +3,7 @@
     python benchmarks/compile_gpu.py --setup    # once: the environment, in benchmarks/gpu_env
     python benchmarks/compile_gpu.py            # all rows: many hours on two cores
     python benchmarks/compile_gpu.py --models ends --schedules plain 1f1b --stages 4
+    python benchmarks/compile_gpu.py --further  # other meshes, options and models, on 4 stages
     python benchmarks/compile_gpu.py --small --models equal --schedules 1f1b --stages 2
     python benchmarks/compile_gpu.py --redraw   # the table of the saved rows
 
@@ -28,6 +29,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,7 +37,20 @@ import time
 
 from checkout import commit
 from gpu_program import Activity, Step
-from gpu_rows import MODELS, SCHEDULES, SIZES, SMALL, merged, saved, table, wanted_rows
+from gpu_rows import (
+    MODELS,
+    SCHEDULES,
+    SIZES,
+    SMALL,
+    USUAL,
+    USUALLY,
+    VARIANTS,
+    further_rows,
+    merged,
+    saved,
+    table,
+    wanted_rows,
+)
 
 HERE = pathlib.Path(__file__).parent
 ENVIRONMENT = HERE / "gpu_env"
@@ -62,13 +77,11 @@ def set_up() -> None:
 
 
 def interpreter() -> pathlib.Path | None:
-    """The Python that has the compiler: of the environment, or this one; None if neither has it."""
-    python = ENVIRONMENT / "bin" / "python"
-    if python.exists():
-        return python
+    """The Python that has the compiler: this one, or of the environment; None if neither has it."""
     if importlib.util.find_spec("jax_cuda12_plugin") is not None:
         return pathlib.Path(sys.executable)
-    return None
+    python = ENVIRONMENT / "bin" / "python"
+    return python if python.exists() else None
 
 
 # -- One row, in a process of its own
@@ -78,8 +91,10 @@ def compile_row(request: dict) -> dict:
     """Compiles one program and reads it.
 
     Args:
-      request: "model", "schedule", "stages", "sizes", "without_graphs", and "dump", the folder that XLA writes to.
+      request: "model", "schedule", "stages", "variant", "sizes", "without_graphs", and "dump", the folder that XLA
+        writes to.
     """
+    import gpu_plain
     import gpu_steps
     import jax
 
@@ -87,14 +102,20 @@ def compile_row(request: dict) -> dict:
     num_devices = request["stages"]
     case = gpu_steps.MODELS[request["model"]](num_devices, sizes)
     name, options = SCHEDULES[request["schedule"]]
+    variant = VARIANTS[request["variant"]]
+    if variant.kernel:
+        gpu_steps.let_attention_have_its_kernel()
     schedule = None
     start = time.perf_counter()
     if name:
-        pipe = gpu_steps.pipeline(case, sizes, name, options, num_devices, request["without_graphs"])
+        without_graphs = request["without_graphs"]
+        pipe = gpu_steps.pipeline(
+            case, sizes, name, options, num_devices, variant=variant, without_graphs=without_graphs
+        )
         schedule = pipe.schedule
         compiled = pipe.compile(case.batch)
     else:
-        compiled = gpu_steps.plain(case, sizes, **options).compile()
+        compiled = gpu_plain.plain(case, sizes, variant, **options).compile()
     seconds = time.perf_counter() - start
     dump = pathlib.Path(request["dump"])
     (dump / "compiled.txt").write_text(compiled.as_text())
@@ -121,12 +142,12 @@ def read(step: Step, schedule) -> dict:
     else:
         from jpipe.schedule import IDLE
 
-        stages = range(schedule.num_stages)
-        microbatch = [
-            Activity(frozenset((name, stage) for name in names))
-            for stage in stages
+        kinds = [
+            (stage, Activity(frozenset((name, stage) for name in names)))
+            for stage in range(schedule.num_stages)
             for names in busy_ticks(schedule, stage)
         ]
+        microbatch = [activity for _, activity in kinds]
         in_the_middle = schedule.device == schedule.num_devices // 2
         busy = busy_ticks(schedule, min(schedule.stage[in_the_middle]))
         busy = {"+".join(LETTERS[name] for name in k): v for k, v in busy.items()}
@@ -149,9 +170,14 @@ def read(step: Step, schedule) -> dict:
     if schedule is not None:
         ticks["idle"] = tick(Activity())
     of_all_stages = [tick(activity) for activity in microbatch]
+    by_stage: dict[str, dict] = {}
+    for (stage, _), work in zip([] if schedule is None else kinds, of_all_stages):
+        sums = by_stage.setdefault(str(stage), {"kernels": 0, "products": 0, "traffic": 0.0})
+        by_stage[str(stage)] = {name: round(value + work[name], 3) for name, value in sums.items()}
     return {
         "num_ticks": [loop.trip_count for loop in loops],
         "ticks": ticks,
+        "stages_of_microbatch": by_stage,
         "microbatch": {name: sum(work[name] for work in of_all_stages) for name in ("kernels", "products")},
         "permutes": {
             label: [
@@ -207,11 +233,10 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
     with tempfile.TemporaryDirectory() as temporary:
         dump = pathlib.Path(temporary)
         if args.keep:
-            names = (request["model"], request["schedule"], str(request["stages"]))
-            dump = args.keep.absolute() / "-".join(names)
-            dump.mkdir(parents=True, exist_ok=True)
-            for file in dump.iterdir():
-                file.unlink()
+            names = [request[name] for name in ("model", "schedule", "stages", "variant")]
+            dump = args.keep.absolute() / re.sub(r"\W+", "-", "-".join(map(str, names))).strip("-")
+            shutil.rmtree(dump, ignore_errors=True)
+            dump.mkdir(parents=True)
         flags = [
             BASE_FLAGS,
             f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
@@ -246,7 +271,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setup", action="store_true", help="make the environment")
     parser.add_argument("--redraw", action="store_true", help="print the saved rows")
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(USUAL), choices=MODELS)
+    parser.add_argument("--variants", nargs="+", default=[USUALLY], choices=VARIANTS)
+    parser.add_argument("--further", action="store_true", help="the rows of `gpu_rows.FURTHER`, on 4 stages")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--flags", default="", help="further flags of XLA")
@@ -283,7 +310,10 @@ def main() -> None:
     out = args.out or (RESULTS if own and not sizes else None)
     rows = []
     flags = " ".join(filter(None, [args.flags, "without CUDA graphs" * args.without_graphs]))
-    for request in wanted_rows(args.models, args.schedules, args.stages, sizes, flags):
+    requests = wanted_rows(args.models, args.schedules, args.stages, sizes, flags, args.variants)
+    if args.further:
+        requests = further_rows(sizes, flags, stages=4)
+    for request in requests:
         row = compile_in_process(args, request)
         rows.append(row)
         print(json.dumps(row), flush=True)

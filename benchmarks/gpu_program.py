@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from gpu_texts import Buffers, Hlo, Instruction, Thunk, parse_thunks
+from gpu_texts import Buffers, Hlo, Instruction, Thunk, all_bytes, parse_thunks
 
 _GUARD = re.compile(r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$")
 _UPDATE = re.compile(r"/update/(?:cond|while)$")
@@ -86,6 +86,9 @@ class Work:
       moved: the part of these of kernels and copies that only bring numbers to another place or dtype.
       cast: the part of these of kernels that change the dtype.
       host_waits: how often the device waits for the host.
+      collectives: sums and other exchanges of arrays between devices, but for permutes.
+      exchanged: MB of the arrays that these result in.
+      bare: those with no product of the device between their start and their done.
     """
 
     kernels: int = 0
@@ -100,6 +103,9 @@ class Work:
     moved: float = 0.0
     cast: float = 0.0
     host_waits: int = 0
+    collectives: int = 0
+    exchanged: float = 0.0
+    bare: int = 0
 
 
 class Step:
@@ -116,6 +122,7 @@ class Step:
         self.buffers = buffers
         self.one_command_buffer = [t.kind for t in thunks] == ["kCommandBuffer"]
         self._recorded: set[str] = set()
+        self._under = dict(_between_starts_and_dones(hlo))
         self._match(hlo.entry, thunks, recorded=False)
 
     @classmethod
@@ -236,6 +243,12 @@ class Step:
         opcode, name = instruction.opcode, instruction.name
         if self.hlo.is_product(instruction):
             work.products += times
+        elif self.hlo.is_collective(instruction):
+            start = instruction.operands[0] if opcode.endswith("-done") else name
+            under = self.executed(self._under.get(start, []), activity)
+            work.collectives += times
+            work.exchanged += times * all_bytes(instruction.shape) / 1e6
+            work.bare += times * (not any(self.hlo.is_product(i) for i, _ in under))
         elif opcode in ("copy", "copy-start"):
             self._add_copy(work, instruction, times)
         elif opcode == "fusion":
@@ -282,16 +295,10 @@ class Step:
         bodies = {loop.calls[0]}
         bodies |= {called for i in self.hlo.all_of(loop.calls[0]) for called in Hlo.inner(i)}
         for body in sorted(bodies):
-            instructions = self.hlo.computations[body]
-            for k, start in enumerate(instructions):
+            for start in self.hlo.computations[body]:
                 if start.opcode != "collective-permute-start":
                     continue
-                done = next(
-                    j
-                    for j in range(k + 1, len(instructions))
-                    if instructions[j].opcode == "collective-permute-done" and start.name in instructions[j].operands
-                )
-                under = self.work(instructions[k + 1 : done], activity)
+                under = self.work(self._under[start.name], activity)
                 asynchronous = '"is_sync":true' not in start.line
                 permutes.append(
                     Permute(
@@ -328,6 +335,20 @@ class Step:
         names = {loop.name for loop in loops}
         entry = self.hlo.computations[self.hlo.entry]
         return [i for i in entry if i.name not in names]
+
+
+def _between_starts_and_dones(hlo: Hlo) -> Iterator[tuple[str, list[Instruction]]]:
+    """The name of each start, and of what it starts, and the instructions between it and its done."""
+    for instructions in hlo.computations.values():
+        starts: dict[str, int] = {}
+        for k, instruction in enumerate(instructions):
+            if instruction.opcode.endswith("-start"):
+                starts[instruction.name] = k
+            elif instruction.opcode.endswith("-done") and instruction.operands[0] in starts:
+                start = instructions[starts[instruction.operands[0]]]
+                started = [i.name for called in Hlo.inner(start) for i in hlo.computations[called]]
+                for name in (start.name, *started):
+                    yield name, instructions[starts[start.name] + 1 : k]
 
 
 def _control_flow_thunks(thunks: Iterable[Thunk], recorded: bool) -> Iterator[tuple[Thunk, bool]]:

@@ -1,8 +1,12 @@
 """The rows of `compile_gpu.py`: which there are, where they are saved, and their table."""
 
+import dataclasses
+import itertools
 import json
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # Name of a row -> schedule and its options.
 SCHEDULES: dict[str, tuple[str, dict]] = {
@@ -21,13 +25,77 @@ SCHEDULES: dict[str, tuple[str, dict]] = {
     "pipedream": ("pipedream", {}),
     "2bw": ("pipedream_2bw", {}),
 }
-MODELS = ("equal", "ends", "resnet50", "unet")
+MODELS = ("equal", "ends", "tied", "words", "llama", "resnet50", "unet")
 # Models that have more layers for more devices.
-GROWING = ("equal", "ends")
+GROWING = ("equal", "ends", "tied", "words", "llama")
+# The models of rows that are not asked for by name.
+USUAL = ("equal", "ends", "resnet50", "unet")
 # Fields of `gpu_steps.Sizes`, and their values for small programs.
-SIZES = ("dim", "seq", "layers", "image", "width", "microbatches", "microbatch_size")
-SMALL = {"dim": 256, "seq": 256, "layers": 2, "image": 64, "width": 16}
+SIZES = ("dim", "seq", "layers", "vocabulary", "image", "width", "microbatches", "microbatch_size")
+SMALL = {"dim": 256, "seq": 256, "layers": 2, "vocabulary": 4096, "image": 64, "width": 16}
 SMALL |= {"microbatches": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What differs from the usual program of a model and a schedule.
+
+    Attributes:
+      mesh: axis -> number of devices, beside "stage".
+      options: of `jpipe.Pipeline`.
+      clips: whether gradients are clipped by their global norm.
+      kernel: whether attention is a kernel of cuDNN.
+    """
+
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    clips: bool = False
+    kernel: bool = False
+
+    @property
+    def num_parts(self) -> int:
+        """Devices for each device of the pipeline."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a backward runs its forward again."""
+        return self.options.get("recompute") == "full"
+
+
+USUALLY = "-"
+# Name -> variant.
+VARIANTS = {
+    USUALLY: Variant(),
+    "data 2": Variant(mesh={"data": 2}),
+    "data 2, shared update": Variant(mesh={"data": 2}, options={"shard_optimizer": True}),
+    "fsdp 2": Variant(mesh={"fsdp": 2}),
+    "model 2": Variant(mesh={"model": 2}),
+    "clipped": Variant(clips=True),
+    "recomputed": Variant(options={"recompute": "full"}),
+    "kernel of attention": Variant(kernel=True),
+    "vocabulary layers": Variant(options={"axis_rules": (("vocab", "stage"),)}),
+}
+_AXES = ("data 2", "fsdp 2", "model 2")
+# Model, variant and whether there is a plain step beside 1F1B: the rows of `--further`, on 4 stages.
+FURTHER = (
+    *((model, variant, True) for model in ("equal", "ends") for variant in _AXES),
+    ("equal", "data 2, shared update", False),
+    ("equal", "clipped", False),
+    ("equal", "recomputed", True),
+    ("equal", "kernel of attention", True),
+    ("tied", USUALLY, False),
+    ("words", USUALLY, True),
+    ("words", "vocabulary layers", False),
+    ("llama", USUALLY, True),
+)
+
+
+def further_rows(sizes: Mapping[str, int], flags: str, stages: int) -> Iterator[dict]:
+    """The rows of `FURTHER`: see `wanted_rows`."""
+    for model, variant, has_plain in FURTHER:
+        schedules = ["plain-unrolled"] * has_plain + ["1f1b"]
+        yield from wanted_rows([model], schedules, [stages], sizes, flags, [variant])
 
 
 def wanted_rows(
@@ -36,6 +104,7 @@ def wanted_rows(
     numbers: Sequence[int],
     sizes: Mapping[str, int],
     flags: str,
+    variants: Sequence[str] = (USUALLY,),
 ) -> Iterator[dict]:
     """What each row is of.
 
@@ -45,25 +114,24 @@ def wanted_rows(
       numbers: numbers of devices. On 1, there are only the rows without a real pipeline.
       sizes: fields of `gpu_steps.Sizes` that differ from its defaults.
       flags: of XLA.
+      variants: of `VARIANTS`.
     """
-    for model in models:
-        for stages in numbers:
-            for schedule in schedules:
-                row = {"model": model, "schedule": schedule, "stages": stages}
-                is_plain = not SCHEDULES[schedule][0]
-                if is_plain and model not in GROWING:
-                    row["stages"] = 1
-                    wanted = stages == min(numbers)
-                else:
-                    wanted = is_plain or (schedule == "one-stage") == (stages == 1)
-                if wanted:
-                    yield row | {"sizes": dict(sizes), "flags": flags}
+    for model, stages, variant, schedule in itertools.product(models, numbers, variants, schedules):
+        row = {"model": model, "schedule": schedule, "stages": stages, "variant": variant}
+        is_plain = not SCHEDULES[schedule][0]
+        if is_plain and model not in GROWING:
+            row["stages"] = 1
+            wanted = stages == min(numbers)
+        else:
+            wanted = is_plain or (schedule == "one-stage") == (stages == 1)
+        if wanted:
+            yield row | {"sizes": dict(sizes), "flags": flags}
 
 
 def key(row: dict) -> tuple:
     """What program a row is of."""
     sizes = tuple(sorted(row["sizes"].items()))
-    return row["model"], row["stages"], row["schedule"], row["flags"], sizes
+    return row["model"], row["stages"], row["schedule"], row.get("variant", USUALLY), row["flags"], sizes
 
 
 def saved(path: pathlib.Path | None) -> list[dict]:
@@ -77,7 +145,8 @@ def merged(rows: list[dict], new: dict) -> list[dict]:
 
     def place(row: dict) -> tuple:
         order = MODELS.index(row["model"]), row["stages"]
-        return *order, list(SCHEDULES).index(row["schedule"]), row["flags"]
+        variant = list(VARIANTS).index(row.get("variant", USUALLY))
+        return *order, row["flags"], variant, list(SCHEDULES).index(row["schedule"])
 
     return sorted([*others, new], key=place)
 
@@ -103,12 +172,14 @@ COLUMNS = (
     "per step",
     "loops",
     "under permutes",
+    "collectives",
+    "first and last stage",
     "one command buffer",
 )
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown: one table per model, number of devices, flags and sizes."""
+    """The rows as Markdown: one table per model, number of devices along "stage", flags and sizes."""
     lines: list[str] = []
     title = None
     for row in rows:
@@ -122,14 +193,20 @@ def table(rows: list[dict]) -> str:
             lines += ["", title, "", "| " + " | ".join(COLUMNS) + " |"]
             lines.append("|---" * len(COLUMNS) + "|")
         if "failed" in row:
-            lines.append(f"| {row['schedule']} | {row['failed']} |")
+            lines.append(f"| {_program(row)} | {row['failed']} |")
         else:
             lines.append("| " + " | ".join(_cells(row, _plain_of(row, rows))) + " |")
     return "\n".join(lines).strip() + "\n"
 
 
+def _program(row: dict) -> str:
+    """The name of a program."""
+    variant = row.get("variant", USUALLY)
+    return row["schedule"] + f", {variant}" * (variant != USUALLY)
+
+
 def _plain_of(row: dict, rows: list[dict]) -> dict | None:
-    """The plain scan of the same model: the unrolled one, if it is there."""
+    """The plain scan of the same model and variant: the unrolled one, if it is there."""
     stages = row["stages"] if row["model"] in GROWING else 1
     plains = {
         r["schedule"]: r
@@ -162,7 +239,7 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
     waits = [max(work["host_waits"] for work in busy)]
     waits += [idle["host_waits"]] if idle else []
     return [
-        row["schedule"],
+        _program(row),
         each("kernels"),
         each("products"),
         against,
@@ -180,6 +257,8 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
         f"{row['host_waits_step']:,}",
         str(row["unknown_loops"]),
         _under_permutes(row["permutes"]),
+        _collectives(busy),
+        _ends_of(row),
         "yes" if row["one_command_buffer"] else "no",
     ]
 
@@ -187,6 +266,25 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
 def _number(value: float) -> str:
     """MB, with a digit after the point if they are few."""
     return f"{value:,.0f}" if value == 0 or value >= 100 else f"{value:,.1f}"
+
+
+def _collectives(busy: Sequence[Mapping]) -> str:
+    """The collectives of the tick that exchanges most, and how many of them lie under no product."""
+    most = max(busy, key=lambda work: work.get("exchanged", -1))
+    if "exchanged" not in most:  # an older row
+        return "-"
+    if not most["collectives"]:
+        return "0"
+    return f"{most['collectives']}: {_number(most['exchanged'])} MB, {most['bare']} bare"
+
+
+def _ends_of(row: dict) -> str:
+    """Kernels, products and MB of traffic of the first and of the last stage, for a microbatch."""
+    stages = list(row.get("stages_of_microbatch", {}).values())
+    if not stages:
+        return "-" if SCHEDULES[row["schedule"]][0] else ""
+    ends = (stages[0], stages[-1])
+    return "; ".join(f"{work['kernels']}, {work['products']}, {_number(work['traffic'])} MB" for work in ends)
 
 
 def _under_permutes(permutes: dict[str, list[dict]]) -> str:

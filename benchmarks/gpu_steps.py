@@ -1,4 +1,4 @@
-"""The training steps that `compile_gpu.py` compiles: models, pipelines and the plain scan."""
+"""The pipelines that `compile_gpu.py` compiles, and their models."""
 
 import dataclasses
 import functools
@@ -6,15 +6,15 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import gpu_llama
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
+from gpu_rows import Variant
 from jax.experimental import topologies
 
 import jpipe
-from jpipe.layers.avals import cast
 from models import ResNet, Transformer, UNet
 from models.transformer import Block
 
@@ -36,6 +36,8 @@ class Sizes:
     """Height and width of the images of ResNet-50. The U-Net's are rounded down to a multiple of 16."""
     width: int = 64
     """Channels of the first level of the U-Net."""
+    vocabulary: int = 131072
+    """Words of the models that have a large vocabulary."""
     microbatches: int = 16
     microbatch_size: int = 2
 
@@ -47,17 +49,23 @@ class Case(NamedTuple):
       parts: factory of each layer, with the names of its skips, `{"stash": ...}` or `{"pop": ...}`.
       loss: `(outputs, microbatch) -> loss`.
       batch: the abstract minibatch.
-      dtype: what the layers compute in.
+      dtype: what the layers are made to compute in; None: they know by themselves.
+      ties: parameters that share one value, as for a pipeline.
+      is_whole: whether the one part is a whole model, which the pipeline cuts.
     """
 
     parts: Sequence[tuple[Callable[..., nnx.Module], dict[str, str]]]
     loss: Callable[[jax.Array, Any], jax.Array]
     batch: dict[str, jax.ShapeDtypeStruct]
     dtype: Any
+    ties: Sequence[tuple[tuple[int, str], ...]] = ()
+    is_whole: bool = False
 
     @property
-    def layers(self) -> list:
-        """The layers of a pipeline."""
+    def layers(self) -> Any:
+        """The layers of a pipeline, or the whole model."""
+        if self.is_whole:
+            return self.parts[0][0]
         return [jpipe.skip(f, **names) if names else f for f, names in self.parts]
 
 
@@ -79,8 +87,10 @@ def _equal(num_devices: int, sizes: Sizes) -> Case:
     )
 
 
-def _ends(num_devices: int, sizes: Sizes) -> Case:
+def _ends(num_devices: int, sizes: Sizes, vocabulary: int = 256, *, tied: bool = False) -> Case:
     model = Transformer(
+        vocab_size=vocabulary,
+        tie_embeddings=tied,
         seq_len=sizes.seq,
         dim=sizes.dim,
         num_heads=sizes.dim // 128,
@@ -88,7 +98,19 @@ def _ends(num_devices: int, sizes: Sizes) -> Case:
         num_blocks=max(sizes.layers * num_devices - 2, sizes.layers),
     )
     tokens = _rows(sizes, sizes.seq, dtype=jnp.int32)
-    return _classifier(model, tokens, tokens)
+    return _classifier(model, tokens, tokens)._replace(ties=model.ties())
+
+
+def _llama(num_devices: int, sizes: Sizes) -> Case:
+    tokens = _rows(sizes, sizes.seq, dtype=jnp.int32)
+    model = functools.partial(
+        gpu_llama.Llama,
+        sizes.vocabulary,
+        sizes.dim,
+        sizes.dim // 128,
+        max(sizes.layers * num_devices - 2, sizes.layers),
+    )
+    return Case([(model, {})], gpu_llama.loss, {"inputs": tokens, "labels": tokens}, None, is_whole=True)
 
 
 def _resnet50(num_devices: int, sizes: Sizes) -> Case:
@@ -122,7 +144,15 @@ def _classifier(
     )
 
 
-MODELS = {"equal": _equal, "ends": _ends, "resnet50": _resnet50, "unet": _unet}
+MODELS = {
+    "equal": _equal,
+    "ends": _ends,
+    "tied": functools.partial(_ends, tied=True),
+    "words": lambda num_devices, sizes: _ends(num_devices, sizes, sizes.vocabulary),
+    "llama": _llama,
+    "resnet50": _resnet50,
+    "unet": _unet,
+}
 
 
 def devices(number: int) -> Sequence:
@@ -135,130 +165,55 @@ def devices(number: int) -> Sequence:
     ).devices
 
 
+def let_attention_have_its_kernel() -> None:
+    """Attention takes the kernel of cuDNN, although there is no cuDNN and no GPU to ask about it."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    from jpipe._attention import whole
+
+    cudnn.check_cudnn_version = lambda: 91300
+    cudnn.check_compute_capability = lambda capability: True
+    cudnn.is_cuda_compute_capability_equal = lambda capability: capability == "9.0"
+    whole.platform = lambda: "gpu"
+
+
 def pipeline(
-    case: Case, sizes: Sizes, name: str, options: dict, num_devices: int, without_graphs: bool = False
+    case: Case,
+    sizes: Sizes,
+    name: str,
+    options: dict,
+    num_devices: int,
+    *,
+    variant: Variant,
+    without_graphs: bool = False,
 ) -> jpipe.Pipeline:
     """A pipeline of the case on described devices.
 
     Args:
+      case: the model.
+      sizes: of the minibatch.
       name: of the schedule.
       options: of the schedule.
-      num_devices: devices of the pipeline; `STAGES_PER_DEVICE` says how many stages each has.
+      num_devices: devices along "stage"; `STAGES_PER_DEVICE` says how many stages each has.
+      variant: what differs from the model's usual program.
       without_graphs: whether the host starts each kernel.
     """
     num_stages = num_devices * STAGES_PER_DEVICE.get(name, 1)
     schedule = jpipe.schedules.get(name)(num_stages, sizes.microbatches, **options)
+    optimizer = optax.adamw(1e-3)
+    if variant.clips:
+        optimizer = optax.chain(jpipe.optim.clip_by_global_norm(1.0), optimizer)
+    mesh = jpipe.make_mesh(
+        stage=num_devices, ring=schedule.ring, devices=devices(num_devices * variant.num_parts), **variant.mesh
+    )
     return jpipe.Pipeline(
         case.layers,
         loss=case.loss,
-        optimizer=optax.adamw(1e-3),
+        optimizer=optimizer,
         schedule=schedule,
-        mesh=jpipe.make_mesh(stage=num_devices, ring=schedule.ring, devices=devices(num_devices)),
+        mesh=mesh,
+        ties=case.ties,
         compute_dtype=case.dtype,
         compiler_options={"xla_gpu_enable_command_buffer": ""} if without_graphs else None,
+        **variant.options,
     )
-
-
-# -- The plain scan
-
-
-class _Run(NamedTuple):
-    """Consecutive equal layers.
-
-    Attributes:
-      graph: of the layer.
-      skips: names of its skips.
-      parameters: abstract weights; of more than one layer `[layers, ...]`.
-      state: abstract mutable state, likewise.
-      length: number of layers.
-      dtype: what the layers compute in.
-    """
-
-    graph: Any
-    skips: dict[str, str]
-    parameters: Any
-    state: Any
-    length: int
-    dtype: Any
-
-    def apply(self, parameters: Any, state: Any, x: Any, popped: Sequence) -> tuple[Any, Any]:
-        """Outputs and new state of one layer."""
-        parameters = cast(parameters, self.dtype)
-        layer = nnx.merge(self.graph, parameters, state, copy=True)
-        outputs = layer(x, *popped)
-        return outputs, nnx.split(layer, nnx.Param, ...)[2]
-
-
-def _runs(case: Case, is_rolled: bool) -> list[_Run]:
-    """The layers; if they are rolled, those of one factory that follow one another are one run."""
-    factories: list[tuple[Any, dict, int]] = []
-    for factory, skips in case.parts:
-        if is_rolled and factories and factories[-1][0] is factory and not skips:
-            factories[-1] = (factory, skips, factories[-1][2] + 1)
-        else:
-            factories.append((factory, skips, 1))
-    runs = []
-    for factory, skips, length in factories:
-        layer = nnx.eval_shape(lambda factory=factory: factory(rngs=nnx.Rngs(0)))
-        graph, *states = nnx.split(layer, nnx.Param, ...)
-        if length > 1:
-            states = jax.tree.map(lambda a, n=length: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), states)
-        runs.append(_Run(graph, skips, *states, length, case.dtype))
-    return runs
-
-
-def plain(case: Case, sizes: Sizes, is_rolled: bool) -> jax.stages.Lowered:
-    """The step without a pipeline, on one device: a scan over microbatches adds up gradients.
-
-    Args:
-      case: the model.
-      sizes: of the minibatch.
-      is_rolled: whether equal layers run in a scan over stacked weights, and not one after another.
-    """
-    runs, optimizer = _runs(case, is_rolled), optax.adamw(1e-3)
-
-    def forward(parameters: list, states: list, batch: Any) -> tuple[jax.Array, list]:
-        x, kept, new_states = batch["inputs"], {}, []
-        for run, p, s in zip(runs, parameters, states, strict=True):
-            popped = [kept.pop(run.skips["pop"])] if "pop" in run.skips else []
-            # As a pipeline does: an embedding returns float32, whatever its weights are cast to.
-            x, popped = cast((x, popped), run.dtype)
-            if run.length > 1:
-                x, s = lax.scan(lambda x, ps, run=run: run.apply(*ps, x, []), x, (p, s))
-            else:
-                x, s = run.apply(p, s, x, popped)
-            if "stash" in run.skips:
-                x, kept[run.skips["stash"]] = x
-            new_states.append(s)
-        return case.loss(x, batch), new_states
-
-    def plain_step(state: tuple, batch: Any) -> tuple:
-        parameters, states, optimizer_state = state
-
-        def add(sums: tuple, microbatch: Any) -> tuple[tuple, None]:
-            gradients, states, loss = sums
-            (value, states), grads = jax.value_and_grad(forward, has_aux=True)(parameters, states, microbatch)
-            gradients = jax.tree.map(jnp.add, gradients, grads)
-            return (gradients, states, loss + value), None
-
-        microbatches = jax.tree.map(lambda a: a.reshape(sizes.microbatches, -1, *a.shape[1:]), batch)
-        zeros = jax.tree.map(jnp.zeros_like, parameters)
-        start = (zeros, states, jnp.float32(0))
-        (gradients, states, loss), _ = lax.scan(add, start, microbatches)
-        gradients = jax.tree.map(lambda g: g / sizes.microbatches, gradients)
-        updates, optimizer_state = optimizer.update(gradients, optimizer_state, parameters)
-        parameters = optax.apply_updates(parameters, updates)
-        return (parameters, states, optimizer_state), loss
-
-    parameters = [run.parameters for run in runs]
-    state = (
-        parameters,
-        [run.state for run in runs],
-        jax.eval_shape(optimizer.init, parameters),
-    )
-    sharding = jax.sharding.SingleDeviceSharding(devices(1)[0])
-    state, batch = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        (state, case.batch),
-    )
-    return jax.jit(plain_step, donate_argnums=0).lower(state, batch)

@@ -19,6 +19,8 @@ _MOVES = {"parameter", "copy", "copy-start", "transpose", "bitcast"}
 # Operations that change at most the place, the order or the dtype of numbers.
 _SLICES = {"slice", "dynamic-slice", "dynamic-update-slice", "concatenate"}
 _RENAMES = {"reshape", "convert", "tuple", "get-tuple-element", "constant", "broadcast", "pad"}
+# What devices exchange within an operation or an update. Messages are permutes, which do not count here.
+_COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-broadcast"}
 # Operations that do not change where the array of a `dynamic-update-slice` comes from.
 _VIEWS = {"bitcast", "reshape", "convert"}
 
@@ -120,6 +122,16 @@ def shape_bytes(shape: str) -> int:
     return size
 
 
+def all_bytes(shape: str) -> int:
+    """Bytes of all arrays of a printed shape.
+
+    Example:
+      >>> all_bytes("(bf16[4,1000]{1,0}, f32[5])")
+      8020
+    """
+    return sum(shape_bytes(array) for array in re.findall(r"\w+\[[\d,]*\]", shape))
+
+
 class Result(NamedTuple):
     """An array that a fusion writes.
 
@@ -194,6 +206,18 @@ class Hlo:
         if instruction.opcode == "fusion":  # perhaps of a call with slices
             return any(map(self.is_product, self.fused(instruction)))
         return instruction.opcode in ("dot", "convolution")
+
+    def is_collective(self, instruction: Instruction) -> bool:
+        """Whether an instruction is an exchange between devices, or the wait for one; not a permute, and no start."""
+        opcode = instruction.opcode
+        if opcode.endswith("-done"):
+            start = self.by_name[instruction.operands[0]]
+            name = start.opcode.removesuffix("-start")
+            return name in _COLLECTIVES or (name == "fusion" and self._fuses_collective(start))
+        return opcode in _COLLECTIVES or (opcode == "fusion" and self._fuses_collective(instruction))
+
+    def _fuses_collective(self, fusion: Instruction) -> bool:
+        return any(i.opcode in _COLLECTIVES for i in self.fused(fusion))
 
     def is_transpose(self, instruction: Instruction) -> bool:
         """Whether an instruction changes the order of an array's dims in memory and nothing else."""

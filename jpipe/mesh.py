@@ -212,6 +212,15 @@ def grouped_by_slice(devices: Sequence) -> list[list]:
     return [slices[number] for number in sorted(slices)]
 
 
+def stays_in_slices(mesh: Mesh, axes: Iterable[str]) -> bool:
+    """Returns whether devices along these axes are always in one slice of TPUs, or one node of GPUs."""
+    slices = grouped_by_slice(list(mesh.devices.flat))
+    number_of = {id(device): number for number, devices in enumerate(slices) for device in devices}
+    numbers = np.array([number_of[id(device)] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+    dims = tuple(mesh.axis_names.index(name) for name in axes)
+    return bool((numbers.max(axis=dims) == numbers.min(axis=dims)).all())
+
+
 def _are_gpus(devices: Sequence) -> bool:
     return all(getattr(device, "platform", None) == "gpu" for device in devices)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.mesh import _across_slices, _rings, on_platform
+from jpipe.mesh import _across_slices, _rings, on_platform, stays_in_slices
 from jpipe.schedules import (
     gpipe,
     interleaved,
@@ -111,6 +111,24 @@ def test_slices(devices, axes, dcn, want):
     mesh = _across_slices(devices, axes, dcn)
     assert np.vectorize(lambda device: device.slice)(mesh).tolist() == want
     assert len({device.id for device in mesh.flat}) == mesh.size
+
+
+@pytest.mark.parametrize(
+    ("axes", "wanted"),
+    [
+        ([], True),
+        (["model"], True),
+        (["data"], True),
+        (["stage"], False),
+        (["data", "model"], True),
+        (["stage", "model"], False),
+    ],
+)
+def test_axes_inside_of_slices(axes, wanted):
+    """Two nodes of four devices, with the stages across."""
+    names = "data", "stage", "model"
+    devices = _across_slices(in_slices(4, 4, **NODES), dict.fromkeys(names, 2), None)
+    assert stays_in_slices(types.SimpleNamespace(devices=devices, axis_names=names), axes) == wanted
 
 
 @pytest.mark.parametrize(

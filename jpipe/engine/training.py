@@ -23,6 +23,7 @@ from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.mesh import STAGE, stays_in_slices
 from jpipe.options.communication import Communication
 from jpipe.options.local_steps import LocalSteps
 from jpipe.packing import Packing, Place
@@ -146,6 +147,19 @@ class TrainingPass(PassSpec):
         small = self.num_replicas == 1 and not self.stages.ties
         small = small and not self.schedule.has_copies
         return self.target.updates_in_every_tick and small
+
+    @property
+    def records_collectives(self) -> bool:
+        """True if branches hold collectives that a CUDA graph can have.
+
+        They run along all axes but "stage", and along that one in layers that all stages run together, and where the
+        update of a tick adds up what copies of a stage have. CUDA has no call of the host in a branch of a graph, and
+        NCCL needs one between nodes.
+        """
+        axes = [name for name, size in self.mesh.shape.items() if size > 1 and name != STAGE]
+        if self.stages.vocabulary.layers or (self.schedule.has_copies and self.lowered.updates[:-1].any()):
+            axes.append(STAGE)
+        return bool(axes) and stays_in_slices(self.mesh, axes)
 
     def _array_rows(self) -> dict[str, ArrayRows]:
         """Adds "gradients" (also errors of compression), "optimizer_state" and the table's `RINGS` to `PassSpec`."""

@@ -21,6 +21,8 @@ _GRAPH_COMMANDS = (
     "DYNAMIC_SLICE_FUSION",
     "WHILE",
 )
+# JAX 0.12 and later exchange small arrays in a kernel of XLA, which is a command of its own; others are NCCL's.
+_COLLECTIVE_COMMANDS = ("COLLECTIVES", *["COLLECTIVES_KERNEL"] * (jax.__version_info__ >= (0, 12)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Target:
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
       pair_options: options that come on top of them where both passes run in one branch.
+      collective_options: options that come on top of them where branches hold collectives.
       profiled_options: options that come on top of them in a step that a profiler watches.
     """
 
@@ -80,6 +83,7 @@ class Target:
     flops_per_byte: float = 0.0
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pair_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    collective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     profiled_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -127,6 +131,9 @@ GPU = Target(
         # have convolutions.
         "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
     },
+    # The host decides about a branch that is not part of a CUDA graph, and so is one with a collective that is not. The
+    # messages of a tick are part of its graph then, beside the operations that they travel under.
+    collective_options={"xla_gpu_enable_command_buffer": ",".join([*_GRAPH_COMMANDS, *_COLLECTIVE_COMMANDS])},
     # The kernels of a CUDA graph have no names of instructions in a profile.
     profiled_options={"xla_gpu_enable_command_buffer": ""},
 )

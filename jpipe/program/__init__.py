@@ -117,6 +117,7 @@ class Program:
         compiler_options = {
             **self.engine.target.compiler_options,
             **(self.engine.target.pair_options if self.engine.pairs else {}),
+            **(self.engine.target.collective_options if self.engine.records_collectives else {}),
             **settings.compiler_options,
         }
         options["compiler_options"] = compiler_options

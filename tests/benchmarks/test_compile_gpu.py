@@ -18,10 +18,17 @@ FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 NUM_STAGES = 4
 
-# Name -> model and schedule.
-TRANSFORMERS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
+# Name -> model, schedule, variant, and the plain step beside it, if there is one.
+TRANSFORMERS = {"equal 1f1b": ("equal", "1f1b", "-", "plain"), "ends zb-h1": ("ends", "zb-h1", "-", "plain")}
 FIRST, *OTHERS = TRANSFORMERS
-PROGRAMS = TRANSFORMERS | {"unet gpipe": ("unet", "gpipe")}
+# Programs whose branches hold collectives.
+COMMUNICATING = {
+    "model": ("ends", "1f1b", "model 2", ""),
+    "fsdp": ("equal", "1f1b", "fsdp 2", ""),
+    "shared updates": ("equal", "pipemare-paired", "data 2, shared update", ""),
+    "vocabulary layers": ("words", "1f1b", "vocabulary layers", ""),
+}
+PROGRAMS = TRANSFORMERS | COMMUNICATING | {"unet gpipe": ("unet", "gpipe", "-", "plain")}
 
 # Limits of a tick of the small programs, whether the device is busy or idle. A buffer has up to
 # 42 MB, and the weights of a layer have 1 MB.
@@ -51,19 +58,19 @@ def rows(tmp_path_factory):
         folder = folder.parent
 
     def compiled(name: str) -> tuple[dict, dict]:
-        model, schedule = PROGRAMS[name]
-        path = folder / f"compile_gpu_{model}_{schedule}.json"
+        model, schedule, variant, plain = PROGRAMS[name]
+        path = folder / f"compile_gpu_{name.replace(' ', '_')}.json"
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
                 command = [sys.executable, FOLDER / "compile_gpu.py", "--small"]
-                command += ["--models", model, "--schedules", "plain", schedule]
+                command += ["--models", model, "--schedules", *[plain] * bool(plain), schedule, "--variants", variant]
                 command += ["--stages", str(NUM_STAGES), "--out", path]
                 script = subprocess.run(command, capture_output=True, text=True)
                 assert script.returncode == 0, script.stderr[-3000:]
-        plain, pipeline = json.loads(path.read_text())
-        assert "failed" not in plain | pipeline, (plain, pipeline)
-        return pipeline, plain
+        plain_row, pipeline = ([{}] if not plain else []) + json.loads(path.read_text())
+        assert "failed" not in plain_row | pipeline, (plain_row, pipeline)
+        return pipeline, plain_row
 
     return compiled
 
@@ -160,4 +167,13 @@ def test_limit_of_convolutions(rows, limit):
     scan.
     """
     value, most = limit(*rows("unet gpipe"))
+    assert value <= most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("limit", [host_waits, host_waits_per_step, unknown_loops], ids=lambda limit: limit.__name__)
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_no_host_where_branches_hold_collectives(rows, name, limit):
+    """The collectives of branches are part of CUDA graphs, and so are the branches."""
+    value, most = limit(*rows(name))
     assert value <= most

@@ -183,10 +183,10 @@ THUNKS = loop_over_ticks(FORWARD_THUNKS + in_command_buffer(UPDATE_THUNKS))
 FORWARD = gpu.Activity(frozenset({("forward", 2)}))
 
 
-def step(thunks: str = THUNKS):
+def step(thunks: str = THUNKS, hlo: str = HLO):
     # As XLA writes it.
     thunks = thunks.replace("No thunks.\n", "No thunks.")
-    return gpu.Step(texts.Hlo(HLO), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks))
+    return gpu.Step(texts.Hlo(hlo), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks))
 
 
 def test_work_of_a_tick():
@@ -300,6 +300,48 @@ def test_permutes():
         (4e-5, False, 0, 0),
     ]
     assert program.permutes(loop, gpu.Activity())[0] == (0.008, True, 0, 0)
+
+
+COLLECTIVES = """\
+  %all-gather-start.1 = ((bf16[1000]{0}, f32[5]{0}), (bf16[2000]{0}, f32[10]{0})) all-gather-start(%get-tuple-element.2, %get-tuple-element.2)
+  %gemm.2 = f32[4]{0} custom-call(%get-tuple-element.2), custom_call_target="__cublas$lt$matmul"
+  %all-gather-done.1 = (bf16[2000]{0}, f32[10]{0}) all-gather-done(%all-gather-start.1)
+  %fusion-start.1 = ((f32[500]{0}), f32[500]{0}) fusion-start(%get-tuple-element.2), kind=kCustom, calls=%fused_sum
+  %fusion.7 = f32[4]{0} fusion(%get-tuple-element.2), kind=kLoop, calls=%fused_add
+  %fusion-done.1 = f32[500]{0} fusion-done(%fusion-start.1)
+  %async-start.1 = ((f32[4]{0}), f32[250]{0}, s32[]) async-start(%get-tuple-element.2), calls=%scattered
+  %gemm.3 = f32[4]{0} custom-call(%get-tuple-element.2), custom_call_target="__cublas$lt$matmul"
+  %async-done.1 = f32[250]{0} async-done(%async-start.1)
+  %all-reduce.1 = f32[250]{0} all-reduce(%get-tuple-element.2), to_apply=%fused_add
+"""
+CALLED = """\
+%fused_sum (p5: f32[500]) -> f32[500] {
+  %p5 = f32[500]{0} parameter(0)
+  ROOT %all-reduce.9 = f32[500]{0} all-reduce(%p5), to_apply=%fused_add
+}
+
+%scattered (p6: f32[4]) -> f32[250] {
+  %p6 = f32[4]{0} parameter(0)
+  ROOT %reduce-scatter.9 = f32[250]{0} reduce-scatter(%p6), to_apply=%fused_add
+}
+
+"""
+
+
+def test_collectives():
+    """A gather under a product, a sum in a kernel of XLA, a scatter under a product, and a sum that is waited for."""
+    loop_over_layers = "  %while.1 = "
+    text = HLO.replace(loop_over_layers, COLLECTIVES + loop_over_layers).replace("%layer (l", CALLED + "%layer (l")
+    program = step(hlo=text)
+    (loop,) = program.tick_loops()
+    busy, before = program.tick(loop, FORWARD), step().tick(loop, FORWARD)
+    assert (before.collectives, before.exchanged, before.bare) == (0, 0, 0)
+    assert (busy.collectives, busy.bare) == (4, 2)
+    assert busy.exchanged == pytest.approx((4000 + 40 + 2000 + 1000 + 1000) / 1e6)
+    # Beside them one kernel, which reads and writes 16 bytes, and two products.
+    assert (busy.kernels, busy.products) == (before.kernels + 1, before.products + 2)
+    assert busy.traffic == pytest.approx(before.traffic + 32e-6)
+    assert program.tick(loop, gpu.Activity()).collectives == 0
 
 
 def test_host_waits_of_a_step():

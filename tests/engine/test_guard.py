@@ -16,12 +16,13 @@ from helpers import use_target, with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
+from jpipe.engine import training
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.lowering.target import CPU, GPU, TARGETS, target_of
 from jpipe.options import checks
-from jpipe.schedules import gpipe
+from jpipe.schedules import gpipe, pipedream
 
 PLATFORMS = ("cpu", "gpu")
 each_platform = pytest.mark.parametrize("platform", PLATFORMS)
@@ -312,6 +313,40 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
     unknown = pipeline(compiler_options={"xla_no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         unknown.compile(batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "crosses", "wanted"),
+    [
+        ({}, {}, False, False),
+        ({"data": 2}, {}, False, True),
+        ({"model": 2}, {}, False, True),
+        ({"fsdp": 2}, {}, False, True),
+        ({"fsdp": 2}, {}, True, False),  # NCCL calls the host between nodes, and no branch of a graph can
+        ({}, {"ties": [[(0, "kernel"), (3, "kernel")]]}, False, False),  # the update follows the last tick
+        ({}, {"schedule": pipedream(2, 4, replicas=(2, 1))}, False, True),  # copies of a stage add up in a tick
+    ],
+)
+def test_collectives_in_branches_are_recorded(monkeypatch, mesh, options, crosses, wanted):
+    """Only where there are any, and where CUDA can."""
+    if crosses:
+        monkeypatch.setattr(training, "stays_in_slices", lambda mesh, axes: False)
+    target = dataclasses.replace(CPU, collective_options={"xla_cpu_enable_fast_math": False})
+    monkeypatch.setitem(TARGETS, "cpu", target)
+    passed, jit = [], jax.jit
+
+    def recorded(function=None, **options):
+        passed.append(options.get("compiler_options"))
+        return jit(function, **options)
+
+    monkeypatch.setattr(jax, "jit", recorded)
+    layers = [functools.partial(nnx.Linear, DIM, DIM)] * 4
+    batch = {name: np.ones((4, DIM), np.float32) for name in ("inputs", "targets")}
+    options = dict(options)
+    table = options.pop("schedule", gpipe(2, 2))
+    mesh = jpipe.make_mesh(stage=table.num_devices, **mesh)
+    jpipe.Pipeline(layers, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=table, mesh=mesh, **options).lower(batch)
+    assert passed.count({"xla_cpu_enable_fast_math": False}) == (4 if wanted else 0)
 
 
 @pytest.mark.parametrize("options", ["--xla", {"a": None}, {1: True}])
