@@ -470,7 +470,8 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     )
     updates = sorted(
         (int(tick) + r * T, s)
-        for s, tick in enumerate(schedule.update_ticks()[schedule.column_of_stage])
+        for ticks_of_stages in schedule.update_ticks_of_round()[:, schedule.column_of_stage]
+        for s, tick in enumerate(ticks_of_stages)
         if tick != IDLE
         for r in range(num_rounds)
     )[::-1]

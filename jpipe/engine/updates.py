@@ -81,6 +81,7 @@ def update(
                 skip=skip,
                 global_norm=norm,
                 scale=norms.scale,
+                updates=_updates_in_round(device, lane),
             )
             return column_update.run(arrays)
 
@@ -103,6 +104,12 @@ def update(
         arrays = copy_tied_weights(device, copies, arrays)
     arrays = recast_weights(device, scalars, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
+
+
+def _updates_in_round(device: TrainingDevice, lane: LaneScalars) -> jax.Array | None:
+    """How many times the stage of a lane updates in a round, int32 `[]`; None if all stages do so once."""
+    schedule = device.spec.schedule
+    return jnp.asarray(schedule.updates_in_round, jnp.int32)[lane.stage] if schedule.updates_by_stage else None
 
 
 def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, jax.Array | int]:
