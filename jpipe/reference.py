@@ -183,7 +183,7 @@ class Reference:
             gradients = [self.gradients[copy] for copy in copies]
             # The loss is divided by all microbatches of a minibatch. An update takes the mean over its own.
             updates = int(self.schedule.updates_in_round[s])
-            total = jax.tree.map(lambda *values: sum(values) * updates, *gradients)
+            total = jax.tree.map(lambda *values, times=updates: sum(values) * times, *gradients)
             for copy in copies:
                 tree = self.weights[copy, version - 1]
                 moves, self.optimizer_state[copy] = self.optimizer.update(total, self.optimizer_state[copy], tree)

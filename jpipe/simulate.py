@@ -279,7 +279,7 @@ def _timing(
             first = min(np.nanmin(times[:, on_device]) for times in start.values())
             last = max(np.nanmax(times[:, on_device]) for times in end.values())
             span[d] = last - first
-    updates = _updates(schedule).any(axis=0)
+    updates = _updates(schedule).sum(axis=0)
     in_column = (schedule.forward != IDLE).sum(axis=0)
     busy = in_column * sum(length[kind] for kind in start) + updates * length["update"]
     sent = sum(_message(schedule, kind, length).sum(axis=0) for kind in start if kind in TRANSFERS)

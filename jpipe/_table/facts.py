@@ -67,7 +67,6 @@ def facts(table: Table) -> Facts:
 
     num_ticks = table.num_ticks
     forward, forward_versions = table.forward_ticks(), table.forward_versions()
-    runs = forward != IDLE
     backward_delay = np.zeros(table.num_stages, np.int64)
     weight_versions = np.ones(table.num_stages, np.int64)
     last = forward

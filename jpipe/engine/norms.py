@@ -75,7 +75,7 @@ class Norms(NamedTuple):
             rounds, number = jnp.divmod(version - 1, jnp.asarray(updates)[stage])
 
         def at_places(by_stage: np.ndarray) -> jax.Array:
-            """`[D, R + units]`, the entries `[n, stage, j]` for the update n of a round and the stage j in each place."""
+            """`[D, R + units]`, the entries `[n, stage, j]` for update n of a round and the stage j in each place."""
             by_place = by_stage[..., places.stage]
             if by_rhythm:
                 return jnp.asarray(by_place)[number, stage]

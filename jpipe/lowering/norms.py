@@ -20,8 +20,9 @@ class NormTable:
     """The entries of a table for norms over all stages.
 
     Attributes:
-      offset: int `[U, S, S]`, at most 0 where U is 1: with u_i and u_j updates of the stages i and j in a round, the update
-        of version 1 + n + u_i k of stage i counts the gradient of version 1 + n + offset[n, i, j] + u_j k of stage j.
+      offset: int `[U, S, S]`, at most 0 where U is 1: with u_i and u_j updates of the stages i and j in a round, the
+        update of version 1 + n + u_i k of stage i counts the gradient of version 1 + n + offset[n, i, j] + u_j k of
+        stage j.
       together: bool `[U, S, S]`, whether that version of stage j is written in the same tick. Then a gradient that
         is not finite on one makes both skip their updates.
       depth: number of versions whose squared norm is kept.

@@ -65,7 +65,8 @@ def weights(builder: Builder, _: int) -> list[Block]:
                 for numbers in (kind.trained, kind.frozen)
             )
             for n, reads_of_version in enumerate(reads):
-                blocks += _versions(builder, name, trained, s, layer, reads_of_version, n, **of)
+                version = name if len(reads) == 1 else f"{name} after update {n + 1} of {len(reads)}"
+                blocks += _versions(builder, version, trained, s, layer, reads_of_version, n, **of)
             if frozen:
                 every_read = itertools.chain(*reads)
                 blocks.append(builder.always(f"{name}, frozen", "weights", frozen, every_read, stage=s, **of))

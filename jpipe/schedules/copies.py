@@ -62,8 +62,8 @@ def wrong_update_every(num_stages: int, num_microbatches: int, update_every: Seq
     """The refusal of `update_every` without regard to copies; None if the builder can use it.
 
     Example:
-      >>> print(wrong_update_every(2, 8, (3, 1))[:71])
-      `update_every` must hold divisors of `num_microbatches` (8), got 3 for
+      >>> print(wrong_update_every(2, 8, (3, 1))[:68])
+      `update_every` must hold divisors of `num_microbatches` (8), got 3 f
     """
     if update_every is None:
         return None
@@ -77,9 +77,9 @@ def wrong_update_every(num_stages: int, num_microbatches: int, update_every: Seq
     for s, period in enumerate(update_every):
         if wrong_counts(update_every=period) or num_microbatches % period:
             return (
-                f"`update_every` must hold divisors of `num_microbatches` ({num_microbatches}), got {shown(period)} for "
-                f"stage {s}: a step is the same for every minibatch, so a stage updates a whole number of times in it. "
-                "Use a multiple of all its numbers as `num_microbatches`."
+                f"`update_every` must hold divisors of `num_microbatches` ({num_microbatches}), got {shown(period)} "
+                f"for stage {s}: all steps are alike, so in each of them a stage updates a whole number of times. Use "
+                "a multiple of all numbers of `update_every` as `num_microbatches`."
             )
     return None
 

@@ -17,10 +17,11 @@ def emulated(schedule: Schedule) -> Schedule:
     """The table of one device that computes what `schedule` computes on many.
 
     The device runs one microbatch after the other through all stages, forward and backward, and then
-    updates all stages (a stage with a rhythm of its own after as many microbatches as there). Every forward and every backward reads the weight version that it reads in
-    `schedule`, so losses and weights are equal, up to rounding. A step of the new table completes the
-    minibatch that enters, while an asynchronous pipeline completes it some steps later: numbers of a
-    step belong to its own minibatch, and `flush` has nothing to complete.
+    updates all stages; with `update_every` each stage after as many microbatches as in `schedule`. Every
+    forward and every backward reads the weight version that it reads in `schedule`, so losses and weights
+    are equal, up to rounding. A step of the new table completes the minibatch that enters, while an
+    asynchronous pipeline completes it some steps later: numbers of a step belong to its own minibatch,
+    and `flush` has nothing to complete.
 
     The table is for studies of late gradients on one device, and for checks of a pipeline. It saves no
     memory and no time.
@@ -58,8 +59,8 @@ def emulated(schedule: Schedule) -> Schedule:
     if schedule.emulates is not None:
         return schedule
     forward, backward = schedule.forward_versions(), schedule.backward_versions()
-    every, versions = schedule.microbatches_per_update, map(schedule.by_stage, (forward, backward))
-    return _sequential(schedule.name, *versions, schedule, every)
+    forward, backward = schedule.by_stage(forward), schedule.by_stage(backward)
+    return _sequential(schedule.name, forward, backward, schedule, schedule.microbatches_per_update)
 
 
 @suggests

@@ -28,23 +28,23 @@ def refusal(
         return wrong
     if vertical_sync and len({*update_every}) > 1:
         return (
-            f"`vertical_sync` needs stages that update after the same microbatches, got `update_every` "
-            f"{shown(tuple(update_every))}: version v of one stage is then not of the minibatch of version v of another. "
-            "Leave out one of the two."
+            "`vertical_sync` needs stages that update after the same microbatches, got `update_every` "
+            f"{shown(tuple(update_every))}: version v of one stage is then not of the microbatches of version v of "
+            "another. Leave out one of the two."
         )
     if replicas is None or not has_copies(replicas):
         return None
     if ticks == "paired":
         return (
-            f"`update_every` of stages with copies needs unit ticks, got `ticks` 'paired': a paired tick runs as many "
-            f"microbatches at once as a stage has copies ({max(replicas)}), and an update is at the end of a tick. Pass "
+            "`update_every` of stages with copies needs unit ticks, got `ticks` 'paired': a paired tick runs as many "
+            f"microbatches at once as a stage has copies ({max(replicas)}), and a stage updates once in it. Pass "
             '`ticks="unit"`.'
         )
     for s, (period, copies) in enumerate(zip(update_every, replicas, strict=True)):
         if period % copies:
             return (
-                f"`update_every` must hold multiples of the copies of a stage, got {period} for stage {s} with {copies}: "
-                "copies take microbatches in turn and update together, each with as many gradients. Pass "
+                f"`update_every` must hold multiples of the copies of a stage, got {period} for stage {s} with "
+                f"{copies}: copies take microbatches in turn and update together, each with as many gradients. Pass "
                 f"{copies}, as PipeDream does, or a multiple."
             )
     return None
@@ -73,7 +73,7 @@ def pipedream(
 
     Args:
       num_stages: S, at least 1.
-      num_microbatches: N, microbatches per update, at least 1. The paper has 1.
+      num_microbatches: N, microbatches per step and, without `update_every`, per update; at least 1. The paper has 1.
       ticks: "unit" or "paired", as for `pipemare`.
       vertical_sync: whether all stages read the version of stage 0.
       replicas: the number of copies of each stage, or None, as for `pipemare`.
@@ -109,6 +109,17 @@ def pipedream(
       The stage with three copies updates after three microbatches, and the other one after each:
 
       >>> print(pipedream(2, 3, replicas=(3, 1), update_every=(3, 1)).to_text(), end="")
+      0@0     0@1     0@2     1@3
+      F0@-1   F1@-1   F2@-1   W-1,U0
+      B-3@-2  B-2@-2  B-1@-2  F0
+      W-3,U0  W-2,U0  W-1,U0  B0
+      .       .       .       W0,U1
+      .       .       .       F1@1
+      .       .       .       B1@1
+      .       .       .       W1,U2
+      .       .       .       F2@2
+      .       .       .       B2@2
+
     References:
       Narayanan et al., SOSP 2019, arXiv:1806.03377, sections 3.2 and 3.3.
     """
