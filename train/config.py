@@ -87,8 +87,9 @@ class PipelineConfig:
     num_microbatches: int = 8
     """Number of microbatches N that a minibatch is cut into."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of the schedule, such as `options.ticks=unit`, or `options.message_ticks=2` where stages are
-    across slices or nodes: a message then has a whole tick to travel."""
+    """Further arguments of the schedule, such as `options.ticks=unit`, `options.update_every=3,1` for the microbatches
+    of an update of each stage, or `options.message_ticks=2` where stages are across slices or nodes: a message then has
+    a whole tick to travel."""
     replicas: tuple[int, ...] | None = None
     """Number of copies of each stage, for example (3, 1): a stage with several copies has
     a device for each, and its microbatches take turns. None: one each. For gpipe,

@@ -9,7 +9,7 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy
-from helpers import assert_close, with_nan_buffers
+from helpers import assert_close, use_target, with_nan_buffers
 
 import jpipe
 from jpipe.reference import Reference
@@ -77,6 +77,44 @@ def test_equals_a_plain_loop(every, replicas, N):
         assert metrics["skipped_updates"].tolist() == [0] * len(every)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(shard_optimizer=True),
+        dict(mesh="data"),
+        dict(offload=jpipe.Offload(optimizer=1.0)),
+        dict(recompute="full", overlap=True),
+        dict(loss_scale=8.0),
+        dict(platform="gpu"),
+        dict(platform="tpu", shard_optimizer=True),
+    ],
+    ids=lambda options: " ".join(options),
+)
+@pytest.mark.sampled(3, others="exhaustive")
+def test_options_change_no_number(options, monkeypatch):
+    """Shares of replicas, replicas along "data", host memory, recomputation, a loss scale, the form for GPUs."""
+    every, N = (3, 1), 3
+    with jax.enable_x64(True):
+        family, plain, _, batches, table = setup(every, every, N, rounds=4)
+        params = []
+        for of_pipeline in ({}, options):
+            of_pipeline = dict(of_pipeline)
+            if platform := of_pipeline.pop("platform", None):
+                use_target(monkeypatch, platform)
+            given = batches
+            if "mesh" in of_pipeline:
+                of_pipeline["mesh"] = jpipe.make_mesh(stage=4, data=2)
+                # Each replica has neighbouring rows of a minibatch: here one of the two of every microbatch.
+                apart = functools.partial(jax.tree.map, lambda a: np.concatenate([a[::2], a[1::2]]))
+                given = list(map(apart, batches))
+            pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(0), schedule=table, **of_pipeline)
+            state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
+            for batch in given:
+                state, _ = pipe.step(state, batch)
+            params.append(pipe.get_params(pipe.flush(state)[0]))
+        assert_close(params[1], params[0], "float64")
+
+
 @pytest.mark.parametrize("every,replicas,N", CASES[::3], ids=str)
 def test_the_reference_and_the_emulation_equal_the_pipeline(every, replicas, N):
     with jax.enable_x64(True):
@@ -131,8 +169,7 @@ def test_clipping_counts_the_latest_gradients_of_all_stages(every, N):
 
 def test_optimizers_count_the_updates_of_their_stage():
     every, N = (3, 1), 3
-    family, plain, _, batches, table = setup(every, every, N, rounds=3)
-    family = FAMILIES["mlp"]
+    family, table = FAMILIES["mlp"], pipedream(2, N, replicas=every, update_every=every)
     pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optax.adam(1e-2), schedule=table)
     batches = family.batches(3, 2 * N)
     state = pipe.init(jax.random.key(0), batches[0])
