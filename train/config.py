@@ -478,6 +478,26 @@ class OptimizerConfig:
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
 
+    def check_rhythm(self, table: jpipe.Schedule) -> None:
+        """Refuses rates that change from step to step if stages of a table update several times in one.
+
+        Raises:
+          ValueError: naming the option.
+        """
+        changing = {
+            "warmup_steps": (self.warmup_steps, 0),
+            "decay": (self.decay, "constant"),
+            "annealing_steps": (self.annealing_steps, "lasting" if self.annealing_steps == "lasting" else None),
+        }
+        for name, (value, constant) in changing.items():
+            if table.updates_by_stage and value != constant:
+                raise ValueError(
+                    f"`optimizer.{name}` must be {constant} with stages that update several times in a step, got "
+                    f"{value}: an optimizer counts the updates of its stage, and would take them for steps. Set "
+                    f"`--config.optimizer.{name}={'none' if constant is None else constant}`, or leave "
+                    "`pipeline.options.update_every` out."
+                )
+
     @property
     def steps_of_rise(self) -> float:
         """The steps in which the rates of late stages rise: 0 without T1, infinite where they do not."""

@@ -30,9 +30,8 @@ CASES = [
 ROUNDS = 7
 
 
-def rated(period):
-    """An optimizer with momentum, whose rate falls with the updates of the stage that it is for."""
-    del period
+def rated():
+    """An optimizer with momentum, whose rate falls with the updates of its stage."""
     return optax.sgd(optax.exponential_decay(0.2, 4, 0.5, staircase=True), momentum=0.9)
 
 
@@ -53,14 +52,14 @@ def of_layers(pipe, batch):
 def test_equals_a_plain_loop(every, replicas, N):
     with jax.enable_x64(True):
         family, plain, microbatches, batches, table = setup(every, replicas, N)
-        pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(0), schedule=table)
+        pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(), schedule=table)
         state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
         losses, params = oracles.train_by_rhythm(
             plain,
             of_layers(pipe, batches[0]),
             plain.params,
             cross_entropy,
-            [rated(p) for p in every],
+            [rated() for _ in every],
             microbatches,
             every,
             replicas,
@@ -107,7 +106,7 @@ def test_options_change_no_number(options, monkeypatch):
                 # Each replica has neighbouring rows of a minibatch: here one of the two of every microbatch.
                 apart = functools.partial(jax.tree.map, lambda a: np.concatenate([a[::2], a[1::2]]))
                 given = list(map(apart, batches))
-            pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(0), schedule=table, **of_pipeline)
+            pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(), schedule=table, **of_pipeline)
             state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
             for batch in given:
                 state, _ = pipe.step(state, batch)
@@ -121,20 +120,56 @@ def test_the_reference_and_the_emulation_equal_the_pipeline(every, replicas, N):
         family, plain, _, batches, table = setup(every, replicas, N, rounds=4)
         params = []
         for schedule in (table, emulated(table)):
-            pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(0), schedule=schedule)
+            pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(), schedule=schedule)
             state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
             for batch in batches:
                 state, _ = pipe.step(state, batch)
             params.append(pipe.get_params(pipe.flush(state)[0]))
         assert_close(params[1], params[0], "float64")
         # The reference has no flush: it is compared with a pipeline that has updates in flight.
-        reference = Reference(family.layers, cross_entropy, rated(0), table, params=plain.params)
-        pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(0), schedule=table)
+        reference = Reference(family.layers, cross_entropy, rated(), table, params=plain.params)
+        pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=rated(), schedule=table)
         state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
         for batch in batches:
             state, _ = pipe.step(state, batch)
             reference.step(batch)
         assert_close(reference.get_params(), pipe.get_params(state), "float64")
+
+
+def test_a_loss_with_weights_is_divided_by_the_weight_of_the_minibatch():
+    """The sum over the p microbatches of an update counts N / p times."""
+    every, N = (4, 1), 4
+
+    def weighted(outputs, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"])
+        return (losses * batch["weights"]).sum(), batch["weights"].sum()
+
+    with jax.enable_x64(True):
+        family, plain, microbatches, _, table = setup(every, (1, 1), N)
+        rng = np.random.default_rng(0)
+        for k, batch in enumerate(microbatches):
+            batch["weights"] = rng.integers(1, 5, 2).astype(float)
+            if k % N == N - 1:
+                whole = microbatches[k + 1 - N : k + 1]
+                for one in whole:
+                    total = sum(other["weights"].sum() for other in whole)
+                    one["scale"] = np.full(2, N / total)
+        batches = oracles.minibatches(microbatches, N)
+        pipe = jpipe.Pipeline(family.layers, loss=weighted, optimizer=rated(), schedule=table)
+        state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
+        _, params = oracles.train_by_rhythm(
+            plain,
+            of_layers(pipe, batches[0]),
+            plain.params,
+            lambda outputs, batch: weighted(outputs, batch)[0] * batch["scale"][0],
+            [rated() for _ in every],
+            microbatches,
+            every,
+            (1, 1),
+        )
+        for batch in batches:
+            state, _ = pipe.step(state, batch)
+        assert_close(pipe.get_params(pipe.flush(state)[0]), params, "float64")
 
 
 @pytest.mark.parametrize("every,N", [((4, 2, 1), 4), ((1, 3, 2), 6), ((2, 4), 4)], ids=str)
@@ -282,6 +317,6 @@ def test_delays_and_versions_follow_from_the_table(every, replicas, N):
         assert (-table.by_stage(table.forward_versions()))[:, s].tolist() == want
         assert (-table.by_stage(table.backward_versions()))[:, s].tolist() == want
         assert table.facts().forward_delay[s] == max(want)
-    assert table.updates_in_round.tolist() == [N // p for p in every]
+    assert table.updates_in_round.tolist() == [N // p for _ in every]
     assert jpipe.Schedule.from_text(table.to_text(), name="pipedream") == table
     assert math.lcm(*every) <= N
