@@ -12,6 +12,8 @@ embeddings to the MLP and back. A setting is named after the share of the entrie
 
 Each setting has its own learning rate: the one of `--rates` with the least loss on validation data, with the first
 seed. The table has the loss and the area under the ROC curve on test data, mean and standard deviation over the seeds.
+
+The runs are loops on one device which compute what the pipeline computes; `--check` compares the two.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import re
 import statistics
 import sys
 import time
+import warnings
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HISTORY, ROWS, MICROBATCHES = 4, 128, 2
@@ -75,11 +78,19 @@ class Words:
         return {"inputs": rows, "labels": labels}
 
 
+def interact(x):
+    """The vectors of the words, one after the other, and the product of each pair: DLRM's interaction."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    pairs = np.tril_indices(x.shape[1], -1)
+    products = jnp.einsum("bfd,bgd->bfg", x, x)[:, pairs[0], pairs[1]]
+    return jnp.concatenate([x.reshape(len(x), -1), products], axis=1)
+
+
 def layers(num_words: int, dim: int, width: int) -> list:
     """DLRM: embeddings, the products of all pairs of them, and an MLP of three layers."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
     from flax import nnx
 
     import jpipe
@@ -90,11 +101,6 @@ def layers(num_words: int, dim: int, width: int) -> list:
 
         def __call__(self, words):  # [B, HISTORY + 1] -> [B, HISTORY + 1, dim]
             return self.embed(words)
-
-    def interact(x):  # [B, F, D] -> [B, F D + F (F - 1) / 2]
-        pairs = np.tril_indices(x.shape[1], -1)
-        products = jnp.einsum("bfd,bgd->bfg", x, x)[:, pairs[0], pairs[1]]
-        return jnp.concatenate([x.reshape(len(x), -1), products], axis=1)
 
     class Hidden(nnx.Module):
         def __init__(self, wide, rngs):
@@ -126,7 +132,10 @@ def area_under_curve(logits, labels) -> float:
 
 
 class Run:
-    """One setting: a compiled pipeline, which all rates and seeds use.
+    """One setting: a compiled loop, which all rates and seeds use.
+
+    The loop has the copies one after the other, each with its compressor. It is what `pipeline` computes, which sends
+    between devices: `difference` compares them.
 
     Args:
       words: the data.
@@ -145,42 +154,116 @@ class Run:
         self.words, self.args, self.setting = words, args, setting
         mean_loss = lambda logits, batch: jnp.mean(optax.sigmoid_binary_cross_entropy(logits, batch["labels"]))  # noqa: E731
         compressors = {name: jpipe.compress.parse(text) for name, text in SETTINGS[setting].items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # few microbatches
+            schedule = jpipe.schedules.one_f_one_b(2, MICROBATCHES, "paired", replicas=(1, MICROBATCHES))
         self.pipe = jpipe.Pipeline(
             layers(args.words, args.dim, args.width),
             loss=mean_loss,
             optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-            schedule=jpipe.schedules.one_f_one_b(2, MICROBATCHES, "paired", replicas=(1, MICROBATCHES)),
+            schedule=schedule,
             boundaries=[1],
             **compressors,
         )
         rng = np.random.default_rng(1)
         self.held_out = {part: words.rows(part, 8192, rng) for part in ("valid", "test")}
         self.first = {n: jax.ShapeDtypeStruct((ROWS, *a.shape[1:]), a.dtype) for n, a in self.held_out["test"].items()}
+        self._message = compressors.get("compress_messages")
+        gradients = compressors.get("compress_gradients")
+        self._transform = optax.identity() if gradients is None else jpipe.compress.compress_gradients(gradients)
+        self._loop = jax.jit(self._trained)
+        self._logits = jax.jit(lambda params, words, state: self._forward(params, words, state)[0])
+
+    def _forward(self, params: list, words, state) -> tuple:
+        """Logits, and the state of the compressor of messages."""
+        import jax
+        import jax.numpy as jnp
+
+        x = params[0]["embed"]["embedding"][words]
+        if self._message is not None:
+            wire, state = self._message.encode(jax.lax.stop_gradient(x), state)
+            x = jnp.where(self._message.decode(wire, x) != 0, x, 0)
+        x = interact(x)
+        for layer in params[2:-1]:
+            x = jax.nn.relu(x @ layer["linear"]["kernel"] + layer["linear"]["bias"])
+        return (x @ params[-1]["linear"]["kernel"] + params[-1]["linear"]["bias"])[:, 0], state
+
+    def _trained(self, params: list, rows: dict, rate) -> tuple:
+        """The weights after all steps of `rows`, each `[steps, copies, microbatch, ...]`, and the losses."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        def loss(params, words, labels, state):
+            logits, state = self._forward(params, words, state)
+            return optax.sigmoid_binary_cross_entropy(logits, labels).mean(), state
+
+        def step(carry, batch):
+            params, states, message = carry
+            gradients, losses, states = [], [], list(states)
+            for copy in range(MICROBATCHES):
+                given = params, batch["inputs"][copy], batch["labels"][copy], message
+                (value, message), gradient = jax.value_and_grad(loss, has_aux=True)(*given)
+                sent, states[copy] = self._transform.update(gradient[1:], states[copy])
+                gradients.append([gradient[0], *sent])
+                losses.append(value)
+            moved = jax.tree.map(lambda p, *g: p - rate * sum(g) / MICROBATCHES, params, *gradients)
+            return (moved, tuple(states), message), sum(losses) / MICROBATCHES
+
+        states = (self._transform.init(params[1:]),) * MICROBATCHES
+        message = None
+        if self._message is not None:
+            like = jax.ShapeDtypeStruct((ROWS // MICROBATCHES, HISTORY + 1, self.args.dim), jnp.float32)
+            message = self._message.init(like)
+        (params, _, message), losses = jax.lax.scan(step, (params, states, message), rows)
+        return params, message, losses
 
     def ratios(self) -> dict[str, float]:
         """Kind of message -> how many times fewer bytes are sent."""
         return {record.what: record.ratio for record in self.pipe.messages(self.first)}
 
+    def rows(self, seed: int, steps: int) -> dict:
+        """The minibatches of a run: arrays `[steps, copies, microbatch, ...]`."""
+        import numpy as np
+
+        rows = self.words.rows("train", steps * ROWS, np.random.default_rng((2, seed)))
+        shape = steps, MICROBATCHES, ROWS // MICROBATCHES
+        return {name: a.reshape(*shape, *a.shape[1:]) for name, a in rows.items()}
+
+    def weights(self, seed: int) -> list:
+        """The first weights."""
+        import jax
+
+        return self.pipe.get_params(self.pipe.init(jax.random.key(seed), self.first))
+
     def train(self, rate: float, seed: int) -> dict:
         """The numbers of one run: losses and areas on held-out data, and the loss of the last steps."""
-        import jax
         import numpy as np
         import optax
 
-        rng = np.random.default_rng((2, seed))
-        state = self.pipe.init(jax.random.key(seed), self.first)
-        state = self.pipe.with_hyperparams(state, learning_rate=rate)
-        losses, begun = [], time.perf_counter()
-        for _ in range(self.args.steps):
-            state, metrics = self.pipe.step(state, self.words.rows("train", ROWS, rng))
-            losses.append(metrics["loss"])
-        result = dict(setting=self.setting, rate=rate, seed=seed, seconds=round(time.perf_counter() - begun, 1))
-        result["train"] = float(np.mean([float(a) for a in losses[-100:]]))
+        begun = time.perf_counter()
+        params, message, losses = self._loop(self.weights(seed), self.rows(seed, self.args.steps), rate)
+        result = dict(setting=self.setting, rate=rate, seed=seed, train=float(np.mean(losses[-100:])))
         for part, rows in self.held_out.items():
-            logits = np.asarray(self.pipe.predict(state, {"inputs": rows["inputs"]}))
+            microbatches = rows["inputs"].reshape(-1, ROWS // MICROBATCHES, HISTORY + 1)
+            logits = np.concatenate([self._logits(params, words, message) for words in microbatches])
             loss = float(np.mean(optax.sigmoid_binary_cross_entropy(logits, rows["labels"])))
             result |= {part: loss, f"{part}_area": area_under_curve(logits, rows["labels"])}
-        return result
+        return result | {"seconds": round(time.perf_counter() - begun, 1)}
+
+    def difference(self, steps: int = 30, rate: float = 1.0) -> float:
+        """The largest difference between weights of the loop and of the pipeline, over the largest weight."""
+        import jax
+        import numpy as np
+
+        rows, params = self.rows(0, steps), self.weights(0)
+        state = self.pipe.init(jax.random.key(0), self.first, params=params)
+        state = self.pipe.with_hyperparams(state, learning_rate=rate)
+        for i in range(steps):
+            state, _ = self.pipe.step(state, {name: a[i].reshape(ROWS, *a.shape[3:]) for name, a in rows.items()})
+        params, _, _ = self._loop(params, rows, rate)
+        pairs = zip(*map(jax.tree.leaves, (params, self.pipe.get_params(state))), strict=True)
+        return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in pairs)
 
 
 def table(runs: list[dict]) -> str:
@@ -205,6 +288,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=500, help="rows of the table of embeddings")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--check", action="store_true", help="compare with 30 steps of the pipeline")
     parser.add_argument("--data", type=pathlib.Path, default=os.environ.get("JPIPE_DATA"))
     args = parser.parse_args()
     if args.data is None or not (args.data / "text").is_dir():
@@ -215,6 +299,8 @@ def main() -> None:
     words, runs = Words(args.data, args.words), []
     for setting in args.settings:
         run = Run(words, setting, args)
+        if args.check:
+            print(f"{setting}: the loop is the pipeline up to {run.difference():.1e} of the largest weight", flush=True)
         ratios = [f"{ratio:.1f}" for kind, ratio in run.ratios().items() if ratio > 1.01 and kind != "gradient"]
         searched = [run.train(rate, 0) for rate in args.rates]
         best = min(searched, key=lambda r: r["valid"])
