@@ -96,15 +96,16 @@ def _weight_versions(table: Table, reads: list[tuple[np.ndarray, np.ndarray]]) -
       reads: ticks `[N, C]` of forwards and of backwards, each with the versions that they read.
     """
     num_ticks, live = table.num_ticks, np.ones(table.num_stages, np.int64)
+    written_of_round, before = table.update_ticks_of_round(), table.updates_before()
     for s, c in enumerate(table.column_of_stage):  # all copies update together
         number = int(table.updates_in_round[s])
-        written = table.update_ticks_of_round()[:number, c]
+        written = written_of_round[:number, c]
         # A version lives until its last read, and at least until the next one is written.
         until = np.append(written[1:], written[0] + num_ticks)
         here = table.stage == s
         for ticks, versions in reads:
             # A read of version 1 + i + u k at tick t means a read of version 1 + i at tick t - T k.
-            k, i = np.divmod((versions + table.updates_before())[:, here] - 1, number)
+            k, i = np.divmod((versions + before)[:, here] - 1, number)
             runs = ticks[:, here] != IDLE
             np.maximum.at(until, i[runs], (ticks[:, here] - num_ticks * k)[runs])
         live[s] = covering(written + 1, until, num_ticks).max()

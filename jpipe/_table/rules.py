@@ -266,33 +266,29 @@ def _check_update(table: Table) -> None:
         return
     num_ticks, N = table.num_ticks, table.num_microbatches
     written, gradient = table.update_ticks_of_round(), table.weight_grad_ticks()
+    updates_before = table.updates_before()
     field = "weight_grad" if table.splits_backward else "backward"
-    for i, c in np.argwhere(written != IDLE).tolist():
+    for c in range(table.num_columns):
         number = int(table.updates_in_round[table.stage[c]])
-        k, t = divmod(int(written[i, c]), num_ticks)
-        version = 1 + i - number * k
         order = table.order_of_backwards
         order = order[gradient[order, c] != IDLE]
-        part = table.updates_before()[order, c]
-        before, after = order[part <= i], order[part > i]
-        last_tick, next_tick = IDLE, int(gradient[order[0], c]) + num_ticks  # of the next minibatch
-        following = int(order[0]) + N
-        if len(before):
-            last = int(before[-1])
-            last_tick = int(gradient[last, c])
-        if len(after):
-            following = int(after[0])
-            next_tick = int(gradient[following, c])
-        if last_tick > written[i, c]:
-            message = f"before {field} {last - N * k} (tick {last_tick - num_ticks * k}), part of it"
-        elif next_tick <= written[i, c]:
-            message = (
-                f"not before {field} {following - N * k} (tick "
-                f"{next_tick - num_ticks * k}), part of update {version + 1}"
+        # The end of each update's part of the column's microbatches, and those of the next minibatch.
+        ends = np.searchsorted(updates_before[order, c], np.arange(number), side="right")
+        microbatches = np.append(order, order[0] + N)
+        ticks = np.append(gradient[order, c], gradient[order[0], c] + num_ticks)
+        for i, end in enumerate(ends.tolist()):
+            k, t = divmod(int(written[i, c]), num_ticks)
+            version = 1 + i - number * k
+            last, following = (
+                f"{field} {microbatches[j] - N * k} (tick {ticks[j] - num_ticks * k})" for j in (end - 1, end)
             )
-        else:
-            continue
-        raise ValueError(with_mark(table, f"update {version} {message}", t, c))
+            if end > 0 and ticks[end - 1] > written[i, c]:
+                message = f"before {last}, part of it"
+            elif ticks[end] <= written[i, c]:
+                message = f"not before {following}, part of update {version + 1}"
+            else:
+                continue
+            raise ValueError(with_mark(table, f"update {version} {message}", t, c))
 
 
 def _check_versions(table: Table) -> None:
