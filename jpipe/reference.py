@@ -168,10 +168,10 @@ class Reference:
         value = int(getattr(self.schedule, field)[t, c])
         if value == IDLE:
             return None
+        updates = int(self.schedule.updates_in_round[self.schedule.stage[c]])
         if field.endswith("version"):  # before the first update there is version 0
-            return max(value + self.round, 0)
-        per_round = 1 if field == "update" else self.schedule.num_microbatches
-        return value + self.round * per_round
+            return max(value + self.round * updates, 0)
+        return value + self.round * (updates if field == "update" else self.schedule.num_microbatches)
 
     def _updates(self, t: int) -> None:
         """Runs the updates of a tick. Every copy of a stage applies the sum of all copies' gradients."""
@@ -182,11 +182,13 @@ class Reference:
                 continue
             copies = [(s, d) for d in devices]
             gradients = [self.gradients[copy] for copy in copies]
-            total = jax.tree.map(lambda *values: sum(values), *gradients)
+            # The loss is divided by all microbatches of a minibatch. An update takes the mean over its own.
+            updates = int(self.schedule.updates_in_round[s])
+            total = jax.tree.map(lambda *values, times=updates: sum(values) * times, *gradients)
             for copy in copies:
                 tree = self.weights[copy, version - 1]
-                updates, self.optimizer_state[copy] = self.optimizer.update(total, self.optimizer_state[copy], tree)
-                self.weights[copy, version] = optax.apply_updates(tree, updates)
+                moves, self.optimizer_state[copy] = self.optimizer.update(total, self.optimizer_state[copy], tree)
+                self.weights[copy, version] = optax.apply_updates(tree, moves)
                 self.gradients[copy] = jax.tree.map(np.zeros_like, tree)
 
     def _weight(self, m: int) -> float:

@@ -23,6 +23,11 @@ that holds m = j + N k, with 0 <= j < N, therefore states that microbatch j of t
 is due at tick t - T k after the start of this round. This is its *absolute* tick. In a
 synchronous table every k is 0.
 
+A stage may have a rhythm of its own: u updates in a round, each with the gradients of p = N / u
+microbatches. Its version v is written by the update that applies those of all microbatches below v p, and
+version v + u is written T ticks after version v. For most tables u is 1 on all stages. A gradient is the mean
+over its p microbatches.
+
 Most tables have one column per stage. A stage may have several. Each microbatch then runs
 in one of them, forward and backward. Columns of one stage on different devices are
 *copies*: every copy has weights of its own, which are equal after every update, and all
@@ -115,8 +120,8 @@ class Schedule(Table):
         - stages are 0 .. S-1 and devices 0 .. D-1, none is missing;
         - no microbatch belongs to a minibatch that has not arrived;
         - every stage runs every microbatch forward once and backward once, both in one
-          column; every column runs a microbatch and updates once, all columns of a stage in
-          the same tick; or the whole table is forward-only;
+          column; every column runs a microbatch and updates, once or with equal parts of the
+          minibatch, all columns of a stage in the same ticks; or the whole table is forward-only;
         - a column takes its microbatches in order, so every buffer can be a ring; backwards
           take the slices of a sequence in reverse order;
         - slices are of a synchronous table with one column for each stage;
@@ -125,7 +130,7 @@ class Schedule(Table):
           of its output has arrived;
         - a weight gradient comes in the tick of its backward or later;
         - the update that writes version v comes in the tick of the last weight gradient
-          of the microbatches below v N or later, and before the first weight gradient of
+          of the microbatches below v p or later, and before the first weight gradient of
           the other microbatches, on all copies;
         - a version is read in a later tick than the one that writes it.
 
@@ -186,7 +191,8 @@ class Schedule(Table):
           device: `[C]`, the device of each column. None: one device per stage.
           num_ticks: T, the length of an asynchronous round; later ticks wrap around to
             its start. None: the table is synchronous and ends with its last tick.
-          update: `[C]`, absolute tick at which version 1 is written. None: in a
+          update: `[C]`, absolute tick at which version 1 is written; or `[U, C]`, those of
+            versions 1 .. U, `IDLE` for a stage that updates less often. None: in a
             synchronous table the last tick, when all gradients and their norm are known;
             in an asynchronous table the tick of the stage's last weight gradient.
           forward_version: `[N, C]`, the version that each forward reads, numbered as in
@@ -250,28 +256,27 @@ class Schedule(Table):
             if not synchronous:
                 last = gradient.max(axis=0)
                 update = np.array([last[stage == s].max() for s in stage])
+        number = np.ones(num_columns, int)
         if update is not None:
-            update = np.broadcast_to(update, num_columns)
-            rounds, rows = np.divmod(update, num_ticks)
-            cells["update"][rows, np.arange(num_columns)] = 1 - rounds
+            update = np.broadcast_to(update, (*np.shape(update)[:-1], num_columns)).reshape(-1, num_columns)
+            number = np.maximum((update != IDLE).sum(axis=0), 1)
+            i, c = np.nonzero(update != IDLE)
+            rounds, rows = np.divmod(update[i, c].astype(np.int64), num_ticks)
+            _check_own_cell(name, "update", rows, c, stage, 1 + i - number[c] * rounds)
+            cells["update"][rows, c] = 1 + i - number[c] * rounds
+        part = np.arange(num_microbatches)[:, None] // np.maximum(num_microbatches // number, 1)
         for field, field_ticks in ticks.items():
             version: ArrayLike | None = versions.get(field)
             if version is None:
-                version = 0 if update is None else newest_version(field_ticks, update, num_ticks)
+                version = 0 if update is None else newest_version(field_ticks, update, num_ticks) - part
             version_read = np.broadcast_to(version, forward.shape)
             m, c = np.nonzero(field_ticks != IDLE)
             k, t = np.divmod(field_ticks[m, c].astype(np.int64), num_ticks)
-            number = m - num_microbatches * k
-            _, first, cell = np.unique(t * num_columns + c, return_index=True, return_inverse=True)
-            for i in np.flatnonzero(first[cell] != np.arange(len(m)))[:1]:
-                raise ValueError(
-                    f"schedule {shown(name)}, tick {t[i]}, stage {stage[c[i]]}: {field} "
-                    f"{number[first[cell[i]]]} and {field} {number[i]} in one cell; a "
-                    f"column runs one {field} per tick."
-                )
-            cells[field][t, c] = number
+            microbatch = m - num_microbatches * k
+            _check_own_cell(name, field, t, c, stage, microbatch)
+            cells[field][t, c] = microbatch
             if field in versions:
-                cells[f"{field}_version"][t, c] = version_read[m, c] - k
+                cells[f"{field}_version"][t, c] = version_read[m, c] + part[m, c] - number[c] * k
         fields: dict[str, Any] = {**cells, "num_slices": num_slices, "message_ticks": message_ticks}
         schedule = cls(name, num_microbatches, stage, device, **fields, emulates=emulates).check()
         if synchronous and backward is not None:
@@ -354,16 +359,38 @@ class Schedule(Table):
         )
 
 
+def _check_own_cell(
+    name: str, field: str, ticks: np.ndarray, columns: np.ndarray, stage: np.ndarray, number: np.ndarray
+) -> None:
+    """Refuses two operations of one kind in a cell.
+
+    Args:
+      name: the table's.
+      field: the kind.
+      ticks, columns: the cell of each operation, `[n]`.
+      stage: `[C]`.
+      number: `[n]`, the microbatch or the version.
+    """
+    _, first, cell = np.unique(ticks * len(stage) + columns, return_index=True, return_inverse=True)
+    for i in np.flatnonzero(first[cell] != np.arange(len(ticks)))[:1]:
+        raise ValueError(
+            f"schedule {shown(name)}, tick {ticks[i]}, stage {stage[columns[i]]}: {field} "
+            f"{number[first[cell[i]]]} and {field} {number[i]} in one cell; a "
+            f"column runs one {field} per tick."
+        )
+
+
 def newest_version(ticks: ArrayLike, update_ticks: ArrayLike, num_ticks: int) -> np.ndarray:
     """The newest version that can be read at `ticks`: the last one written before them.
 
     Args:
       ticks: `[N, C]`, absolute ticks.
-      update_ticks: `[C]`, absolute tick at which version 1 is written.
-      num_ticks: T, ticks from one version to the next.
+      update_ticks: `[C]`, absolute tick at which version 1 is written; or `[U, C]`, those of versions 1 .. U, `IDLE`
+        where a column updates less often.
+      num_ticks: T, ticks until a column has written as many versions again.
 
     Returns:
-      `[N, C]`, versions.
+      `[N, C]`, versions, relative to the round.
 
     Example:
       Version 1 is written at tick 3, and one more version every 2 ticks.
@@ -371,8 +398,10 @@ def newest_version(ticks: ArrayLike, update_ticks: ArrayLike, num_ticks: int) ->
       >>> newest_version(np.arange(7)[:, None], np.array([3]), 2)[:, 0].tolist()
       [-1, -1, 0, 0, 1, 1, 2]
     """
-    ticks_since_update = np.asarray(ticks) - np.asarray(update_ticks)
-    return (ticks_since_update - 1) // num_ticks + 1
+    written = np.asarray(update_ticks)
+    number = [(np.asarray(ticks) - each - 1) // num_ticks + 1 for each in written.reshape(-1, written.shape[-1])]
+    counts = written.reshape(-1, written.shape[-1]) != IDLE
+    return np.sum([np.where(here, n, 0) for here, n in zip(counts, number, strict=True)], axis=0)
 
 
 def _warn_if_starved(schedule: Schedule) -> None:

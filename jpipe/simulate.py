@@ -279,7 +279,7 @@ def _timing(
             first = min(np.nanmin(times[:, on_device]) for times in start.values())
             last = max(np.nanmax(times[:, on_device]) for times in end.values())
             span[d] = last - first
-    updates = _updates(schedule).any(axis=0)
+    updates = _updates(schedule).sum(axis=0)
     in_column = (schedule.forward != IDLE).sum(axis=0)
     busy = in_column * sum(length[kind] for kind in start) + updates * length["update"]
     sent = sum(_message(schedule, kind, length).sum(axis=0) for kind in start if kind in TRANSFERS)
@@ -470,7 +470,8 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     )
     updates = sorted(
         (int(tick) + r * T, s)
-        for s, tick in enumerate(schedule.update_ticks()[schedule.column_of_stage])
+        for ticks_of_stages in schedule.update_ticks_of_round()[:, schedule.column_of_stage]
+        for s, tick in enumerate(ticks_of_stages)
         if tick != IDLE
         for r in range(num_rounds)
     )[::-1]

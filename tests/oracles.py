@@ -171,6 +171,75 @@ def train_with_delays(
     return losses, jax.tree.map(np.asarray, joined({s: versions[s][-1] for s in stages}))
 
 
+def train_by_rhythm(model, stage_of_layer, params, loss, optimizers, microbatches, every, replicas, max_norm=None):
+    """PipeDream where a stage updates after `every[s]` microbatches, keeping every weight version of every stage.
+
+    Copy c of stage s runs the microbatches k with k mod r = c, in unit ticks. Its forward number i (from 0) begins when it
+    has finished its first i - w microbatches, and reads the newest weights: those of all updates whose microbatches it
+    has finished, up to the whole updates. Update v of the stage applies the mean gradient of the microbatches
+    v every .. (v + 1) every - 1.
+
+    With `max_norm` (no copies) an update is clipped by the norm over all stages. Of every other stage it counts the
+    latest gradient applied by then, but none with a microbatch after its own. The weight gradient of microbatch k on
+    stage s is at tick 3 k + 3 S - 1 - s, and the update after its last one.
+
+    Args:
+      model: `PlainModel`. stage_of_layer: the stage of each layer. optimizers: one for each stage.
+
+    Returns: the loss of every microbatch, and the final weights of the updates that are complete.
+    """
+    S = len(every)
+    warm = warm_up(replicas)
+
+    def of_stage(s, tree):
+        return [leaf if stage_of_layer[i] == s else None for i, leaf in enumerate(tree)]
+
+    def joined(per_stage):
+        return [per_stage[s][i] for i, s in enumerate(stage_of_layer)]
+
+    def version(s, k):
+        """How many updates the weights have had that the stage reads for microbatch k."""
+        finished = max(k // replicas[s] - warm[s], 0)
+        return finished * replicas[s] // every[s]
+
+    gradient = jax.jit(jax.value_and_grad(lambda p, batch: loss(model(p, batch["inputs"]), batch)))
+    versions = [[of_stage(s, params)] for s in range(S)]
+    states = [optimizers[s].init(versions[s][0]) for s in range(S)]
+    sums, losses = [None] * S, []
+    squares, waiting = [{} for _ in range(S)], []
+
+    def apply(tick, s, v, mean):
+        if max_norm is not None:
+            total = 0.0
+            for j in range(S):
+                finished = (tick - (3 * S - 1 - j)) // 3 + 1  # microbatches whose weight gradients stage j has by then
+                end = min((v + 1) * every[s] // every[j], finished // every[j])
+                total += squares[j].get(end - 1, 0.0)
+            norm = np.sqrt(total)
+            if norm > max_norm:
+                mean = jax.tree.map(lambda g: g * (max_norm / norm), mean)
+        updates, states[s] = optimizers[s].update(mean, states[s], versions[s][-1])
+        versions[s].append(optax.apply_updates(versions[s][-1], updates))
+
+    for k, batch in enumerate(microbatches):
+        # Updates that a forward of this microbatch may read are of microbatches before it.
+        value, grads = gradient(joined([versions[s][version(s, k)] for s in range(S)]), batch)
+        losses.append(float(value))
+        for s in range(S):
+            mine = of_stage(s, grads)
+            sums[s] = mine if sums[s] is None else jax.tree.map(np.add, sums[s], mine)
+            if (k + 1) % every[s] == 0:
+                mean = jax.tree.map(lambda g, p=every[s]: np.asarray(g) / np.asarray(p, g.dtype), sums[s])
+                sums[s], v = None, k // every[s]
+                squares[s][v] = sum(np.sum(np.square(g)) for g in jax.tree.leaves(mean))
+                waiting.append((3 * k + 3 * S - 1 - s, s, v, mean))
+        # A norm counts no gradient of a later microbatch, so all that it needs is known.
+        for entry in sorted(waiting, key=lambda entry: entry[:3]):
+            apply(*entry)
+        waiting.clear()
+    return losses, jax.tree.map(np.asarray, joined([versions[s][-1] for s in range(S)]))
+
+
 def warm_up(replicas):
     """PipeDream's runtime: the forwards of a copy before its first backward, of R devices in all."""
     R = sum(replicas)

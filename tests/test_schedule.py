@@ -294,7 +294,8 @@ BROKEN = {
     ),
     "two updates": (
         "0@0 1@1\nF0 .\n. F0,B0,U1\nB0,U1 U2\n",
-        "tick 2, stage 1: update 2 is a second one (the first is at tick 1)",
+        "tick 2, stage 1: update 2 is a second one (the first is at tick 1), and 2 updates cannot have equal parts of 1 "
+        "microbatches",
         "tick 2   B0,U1   [U2]  <-- here",
     ),
     "forward out of order": (
@@ -400,6 +401,12 @@ with warnings.catch_warnings():
     TWO_COPIES = jpipe.schedules.gpipe(2, 2, replicas=(2, 1))
 
 
+def rhythm(*arguments, **options) -> Schedule:
+    """PipeDream with an update rhythm for each stage, under a name that says so."""
+    table = jpipe.schedules.pipedream(*arguments, **options)
+    return dataclasses.replace(table, name=f"updates every {options['update_every']}")
+
+
 def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
     """Whether rounds run one after another, from an empty pipeline, never go wrong.
 
@@ -412,6 +419,10 @@ def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
     done = {}  # (field, stage, microbatch): absolute tick
     latest = {(field, c): -1 for field in CELLS for c in columns}
     runs_in = {}  # (stage, microbatch): column
+    # How many times a stage updates in a round; a number that has no equal parts of the minibatch goes wrong.
+    updates = {s: max(int((schedule.update[:, c] != IDLE).sum()) for c in columns if stage[c] == s) for s in stage}
+    if any(u == 0 or num_microbatches % u for u in updates.values()):
+        return False
     written = {s: [-1] for s in stage}  # absolute tick of each version
 
     def read(s: int, version: int, now: int) -> bool:
@@ -438,7 +449,7 @@ def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
             if before and (before, s, m) not in done:
                 return False
             if field != "weight_grad":
-                version = int(getattr(schedule, f"{field}_version")[t, c]) + k
+                version = int(getattr(schedule, f"{field}_version")[t, c]) + k * updates[s]
                 if not read(s, version, now):
                     return False
         for s in written:
@@ -446,11 +457,11 @@ def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
             if len(of_stage) > 1:  # copies update together
                 return False
             (version,) = of_stage
-            if version == IDLE or (v := version + k) <= 0:
+            if version == IDLE or (v := version + k * updates[s]) <= 0:
                 continue
             gradient = "weight_grad" if schedule.splits_backward else "backward"
             applied = {m for f, r, m in done if (f, r) == (gradient, s)}
-            if v != len(written[s]) or applied != set(range(v * num_microbatches)):
+            if v != len(written[s]) or applied != set(range(v * num_microbatches // updates[s])):
                 return False
             written[s].append(now)
     needed = ["forward", "backward"] + ["weight_grad"] * schedule.splits_backward
@@ -491,6 +502,9 @@ def mutations(schedule: Schedule):
         unit(2, 1),
         TWO_COPIES,
         jpipe.schedules.pipedream(2, 2, replicas=(2, 1)),
+        rhythm(2, 2, replicas=(2, 1), update_every=(2, 1)),
+        rhythm(2, 4, "paired", update_every=(4, 2)),
+        rhythm(3, 2, "paired", update_every=(1, 2, 1)),
     ],
     ids=lambda schedule: schedule.name,
 )
@@ -606,6 +620,13 @@ def with_copies(num_stages: int, num_microbatches: int):
             yield jpipe.schedules.pipedream(num_stages, num_microbatches, ticks, replicas=replicas)
 
 
+def rhythms(num_stages: int, num_microbatches: int):
+    """Tables in which the first stage updates after each microbatch, or the last one does."""
+    every = [1] + [num_microbatches] * (num_stages - 1)
+    for ticks, update_every in itertools.product(("paired", "unit"), (every, every[::-1])):
+        yield jpipe.schedules.pipedream(num_stages, num_microbatches, ticks, update_every=update_every)
+
+
 def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
     """In flight and live versions by stage, counted tick by tick over many rounds."""
     num_microbatches, num_ticks = schedule.num_microbatches, schedule.num_ticks
@@ -615,6 +636,7 @@ def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
     for s, d in dict.fromkeys(places):  # every copy
         here = np.flatnonzero((schedule.stage == s) & (schedule.device == d))
         began, ended, written, last_read = {}, {}, {}, {}
+        updates = int((schedule.update[:, here[0]] != IDLE).sum())
         for now in range(num_rounds * num_ticks):
             k, t = divmod(now, num_ticks)
             for field, c in itertools.product(CELLS[:3], here):
@@ -626,10 +648,10 @@ def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
                 if field == ends:
                     ended[m + num_microbatches * k] = now
                 if field != "weight_grad":
-                    version = getattr(schedule, f"{field}_version")[t, c] + k
+                    version = getattr(schedule, f"{field}_version")[t, c] + k * updates
                     last_read[version] = max(now, last_read.get(version, 0))
             if schedule.update[t, here[0]] != IDLE:
-                written[schedule.update[t, here[0]] + k] = now
+                written[schedule.update[t, here[0]] + k * updates] = now
         # Far from both ends of what was walked.
         for now in range(15 * num_ticks, 16 * num_ticks):
             flying = sum(began[m] <= now <= ended[m] for m in began if m in ended)
@@ -649,6 +671,7 @@ def test_counts_agree_with_counting(num_stages, num_microbatches):
         paired(num_stages, num_microbatches, stash=False),
         unit(num_stages, num_microbatches),
         *with_copies(num_stages, num_microbatches),
+        *rhythms(num_stages, num_microbatches),
     ):
         facts = schedule.facts()
         in_flight, live = counted(schedule)

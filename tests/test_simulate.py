@@ -305,3 +305,18 @@ def test_no_order_of_copies_is_slower_than_lockstep(replicas, ticks):
         work = np.repeat(6 * (F + B + W) / replicas, replicas)
         if all(6 % r == 0 for r in replicas):
             np.testing.assert_allclose(free.busy, work)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "replicas,every,N", [((1, 1), (4, 1), 4), ((3, 1), (3, 1), 6), ((2, 1, 1), (2, 1, 1), 4)], ids=str
+)
+def test_every_update_of_a_round_takes_its_time(replicas, every, N, mode):
+    """A stage that updates after p of N microbatches does so N / p times."""
+    work, update = np.array([3.0, 2.0, 1.0])[: len(every)], np.array([0.5, 0.25, 2.0])[: len(every)]
+    table = pipedream(len(every), N, replicas=replicas, update_every=every)
+    timing = simulate(table, Costs(work, work, work, update=update), mode)
+    of_stage = N * 3 * work / replicas + N / np.array(every) * update
+    np.testing.assert_allclose(timing.busy, np.repeat(of_stage, replicas))
+    if mode == "dependencies" and max(replicas) == 1:  # stage 0 is the slowest, and never waits
+        np.testing.assert_allclose(timing.makespan, of_stage[0])

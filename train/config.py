@@ -87,8 +87,9 @@ class PipelineConfig:
     num_microbatches: int = 8
     """Number of microbatches N that a minibatch is cut into."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Further arguments of the schedule, such as `options.ticks=unit`, or `options.message_ticks=2` where stages are
-    across slices or nodes: a message then has a whole tick to travel."""
+    """Further arguments of the schedule, such as `options.ticks=unit`, `options.update_every=3,1` for the microbatches
+    of an update of each stage, or `options.message_ticks=2` where stages are across slices or nodes: a message then has
+    a whole tick to travel."""
     replicas: tuple[int, ...] | None = None
     """Number of copies of each stage, for example (3, 1): a stage with several copies has
     a device for each, and its microbatches take turns. None: one each. For gpipe,
@@ -476,6 +477,26 @@ class OptimizerConfig:
                 _check(getattr(self, name) > 0, self, name, "must be above 0")
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
+
+    def check_rhythm(self, table: jpipe.Schedule) -> None:
+        """Refuses rates that change from step to step if stages of a table update several times in one.
+
+        Raises:
+          ValueError: naming the option.
+        """
+        changing = {
+            "warmup_steps": (self.warmup_steps, 0),
+            "decay": (self.decay, "constant"),
+            "annealing_steps": (self.annealing_steps, "lasting" if self.annealing_steps == "lasting" else None),
+        }
+        for name, (value, constant) in changing.items():
+            if table.updates_by_stage and value != constant:
+                raise ValueError(
+                    f"`optimizer.{name}` must be {constant} with stages that update several times in a step, got "
+                    f"{value}: an optimizer counts the updates of its stage, and would take them for steps. Set "
+                    f"`--config.optimizer.{name}={'none' if constant is None else constant}`, or leave "
+                    "`pipeline.options.update_every` out."
+                )
 
     @property
     def steps_of_rise(self) -> float:

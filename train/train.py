@@ -195,6 +195,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     name, config = command.name, fitted(command.config)
     warn_of_short_run(config)
     schedule = config.pipeline.table()
+    config.optimizer.check_rhythm(schedule)
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.load_data()
     batch = next(shuffled(data.train, config.batch_size, config.seed))

@@ -67,7 +67,6 @@ def facts(table: Table) -> Facts:
 
     num_ticks = table.num_ticks
     forward, forward_versions = table.forward_ticks(), table.forward_versions()
-    runs = forward != IDLE
     backward_delay = np.zeros(table.num_stages, np.int64)
     weight_versions = np.ones(table.num_stages, np.int64)
     last = forward
@@ -76,21 +75,7 @@ def facts(table: Table) -> Facts:
         backward_versions = table.backward_versions()
         backward_delay = _delay(table, backward_versions)
         last = table.weight_grad_ticks()
-        # A read of version v at tick t means a read of version 1 at t + T (1 - v).
-        # Version 1 lives until its last read, and at least until version 2 is
-        # written.
-        written = table.update_ticks()
-        read = [
-            forward + num_ticks * (1 - forward_versions),
-            backward + num_ticks * (1 - backward_versions),
-        ]
-        last_read = np.where(runs, np.max(read, axis=0), IDLE).max(axis=0)
-        first, live_until = np.zeros((2, table.num_stages), np.int64)
-        for s, c in enumerate(table.column_of_stage):  # all copies update together
-            first[s] = written[c] + 1
-            reads = last_read[table.stage == s].max()
-            live_until[s] = max(reads, written[c] + num_ticks)
-        weight_versions = covering(first[None], live_until[None], num_ticks).max(axis=0)
+        weight_versions = _weight_versions(table, [(forward, forward_versions), (backward, backward_versions)])
     return Facts(
         num_ticks=num_ticks,
         makespan=makespan,
@@ -101,6 +86,30 @@ def facts(table: Table) -> Facts:
         backward_delay=backward_delay,
         weight_versions=weight_versions,
     )
+
+
+def _weight_versions(table: Table, reads: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """`[S]`, the most versions of the weights of each stage that are live at the same time; see `Facts`.
+
+    Args:
+      table: the table.
+      reads: ticks `[N, C]` of forwards and of backwards, each with the versions that they read.
+    """
+    num_ticks, live = table.num_ticks, np.ones(table.num_stages, np.int64)
+    written_of_round, before = table.update_ticks_of_round(), table.updates_before()
+    for s, c in enumerate(table.column_of_stage):  # all copies update together
+        number = int(table.updates_in_round[s])
+        written = written_of_round[:number, c]
+        # A version lives until its last read, and at least until the next one is written.
+        until = np.append(written[1:], written[0] + num_ticks)
+        here = table.stage == s
+        for ticks, versions in reads:
+            # A read of version 1 + i + u k at tick t means a read of version 1 + i at tick t - T k.
+            k, i = np.divmod((versions + before)[:, here] - 1, number)
+            runs = ticks[:, here] != IDLE
+            np.maximum.at(until, i[runs], (ticks[:, here] - num_ticks * k)[runs])
+        live[s] = covering(written + 1, until, num_ticks).max()
+    return live
 
 
 def _delay(table: Table, versions: np.ndarray) -> np.ndarray:

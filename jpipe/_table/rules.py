@@ -42,11 +42,12 @@ def _require(
     broken = np.argwhere(~holds).tolist()
     m, c = min(broken, key=lambda cell: (ticks[*cell] % num_ticks, cell[1]))
     k, t = divmod(int(ticks[m, c]), num_ticks)
+    shift = k * table.updates_in_round[table.stage[c]]
     text = message.format(
         m=m - num_microbatches * k,
         previous=None if previous is None else int(previous[m, c]) - num_microbatches * k,
         other=None if other is None else int(other[m, c]) - num_ticks * k,
-        version=None if version is None else int(version[m, c]) - k,
+        version=None if version is None else int(version[m, c] + table.updates_before()[m, c] - shift),
     )
     raise ValueError(with_mark(table, text, t, c))
 
@@ -150,25 +151,48 @@ def _check_field_once(table: Table, field: str, column_of: np.ndarray) -> None:
 
 
 def _check_updates_once(table: Table) -> None:
-    """Checks that every column updates once, all columns of a stage in the same tick."""
+    """Checks that every column writes each version once, all columns of a stage in the same ticks.
+
+    A stage may update several times in the table, each time with as many microbatches.
+    """
     for c, updates in enumerate((table.update != IDLE).T):
         if not updates.any():
             raise ValueError(with_mark(table, "there is no update", None, c))
-        if updates.sum() > 1:
-            first, second = np.flatnonzero(updates)[:2].tolist()
-            message = f"update {table.update[second, c]} is a second one (the first is at tick {first})"
-            raise ValueError(with_mark(table, message, second, c))
-    written = table.update_ticks()
-    together = written[table.column_of_stage][table.stage]
-    for c in np.flatnonzero(written != together)[:1].tolist():
-        t = int(written[c]) % table.num_ticks
-        other = int(together[c]) % table.num_ticks
-        message = (
-            f"update {table.update[t, c]} is not in the tick of the other columns of "
-            f"stage {table.stage[c]} (tick {other}, update "
-            f"{table.update[other, table.column_of_stage[table.stage[c]]]})"
-        )
-        raise ValueError(with_mark(table, message, t, c))
+        _check_each_once(table, c, np.flatnonzero(updates))
+    written = table.update_ticks_of_round()
+    together = written[:, table.column_of_stage[table.stage]]
+    for i, c in np.argwhere(written != together)[:1].tolist():
+        text = "none"
+        if together[i, c] != IDLE:
+            other = int(together[i, c]) % table.num_ticks
+            version = table.update[other, table.column_of_stage[table.stage[c]]]
+            text = f"tick {other}, update {version}"
+        tick = None if written[i, c] == IDLE else int(written[i, c]) % table.num_ticks
+        version = i + 1 if tick is None else table.update[tick, c]
+        message = f"update {version} is not in the tick of the other columns of stage {table.stage[c]} ({text})"
+        raise ValueError(with_mark(table, message, tick, c))
+
+
+def _check_each_once(table: Table, column: int, ticks: np.ndarray) -> None:
+    """Checks that the updates of a column are equal parts of the minibatch, and each is there once.
+
+    Args:
+      table: the table.
+      column: the column.
+      ticks: the ticks in which it updates.
+    """
+    number, N = len(ticks), table.num_microbatches
+    versions = table.update[ticks, column]
+    _, first, which = np.unique(versions % number, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[which] != np.arange(number))
+    if N % number == 0 and not again.size:
+        return
+    i = int(again[0]) if again.size else 1
+    before = ticks[first[which[i]]] if again.size else ticks[0]
+    message = f"update {versions[i]} is a second one (the first is at tick {before})"
+    if not again.size:
+        message += f", and {number} updates cannot have equal parts of {N} microbatches"
+    raise ValueError(with_mark(table, message, int(ticks[i]), column))
 
 
 def _check_order(table: Table) -> None:
@@ -241,25 +265,30 @@ def _check_update(table: Table) -> None:
     if table.forward_only:
         return
     num_ticks, N = table.num_ticks, table.num_microbatches
-    written, gradient = table.update_ticks(), table.weight_grad_ticks()
+    written, gradient = table.update_ticks_of_round(), table.weight_grad_ticks()
+    updates_before = table.updates_before()
     field = "weight_grad" if table.splits_backward else "backward"
     for c in range(table.num_columns):
-        k, t = divmod(int(written[c]), num_ticks)
-        version = 1 - k
+        number = int(table.updates_in_round[table.stage[c]])
         order = table.order_of_backwards
-        first, last = order[gradient[order, c] != IDLE][[0, -1]].tolist()
-        last_tick = int(gradient[last, c])
-        next_tick = int(gradient[first, c]) + num_ticks  # of the next minibatch
-        if last_tick > written[c]:
-            message = f"before {field} {last + N * (version - 1)} (tick {last_tick - num_ticks * k}), part of it"
-        elif next_tick <= written[c]:
-            message = (
-                f"not before {field} {first + N * version} (tick "
-                f"{next_tick - num_ticks * k}), part of update {version + 1}"
+        order = order[gradient[order, c] != IDLE]
+        # The end of each update's part of the column's microbatches, and those of the next minibatch.
+        ends = np.searchsorted(updates_before[order, c], np.arange(number), side="right")
+        microbatches = np.append(order, order[0] + N)
+        ticks = np.append(gradient[order, c], gradient[order[0], c] + num_ticks)
+        for i, end in enumerate(ends.tolist()):
+            k, t = divmod(int(written[i, c]), num_ticks)
+            version = 1 + i - number * k
+            last, following = (
+                f"{field} {microbatches[j] - N * k} (tick {ticks[j] - num_ticks * k})" for j in (end - 1, end)
             )
-        else:
-            continue
-        raise ValueError(with_mark(table, f"update {version} {message}", t, c))
+            if end > 0 and ticks[end - 1] > written[i, c]:
+                message = f"before {last}, part of it"
+            elif ticks[end] <= written[i, c]:
+                message = f"not before {following}, part of update {version + 1}"
+            else:
+                continue
+            raise ValueError(with_mark(table, f"update {version} {message}", t, c))
 
 
 def _check_versions(table: Table) -> None:
@@ -272,7 +301,7 @@ def _check_versions(table: Table) -> None:
     for field in ("forward", "backward"):
         ticks = getattr(table, f"{field}_ticks")()
         version = getattr(table, f"{field}_versions")()
-        written = table.update_ticks() + table.num_ticks * (version - 1)
+        written = table.written_ticks(version + table.updates_before())
         message = f"{field} {{m}} reads version {{version}}, written at tick {{other}}"
         _require(table, written < ticks, ticks, message, written, version)
 

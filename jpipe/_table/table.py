@@ -183,6 +183,32 @@ class Table:
         return ticks_between(self.message_ticks, source, target)
 
     @functools.cached_property
+    def updates_in_round(self) -> np.ndarray:
+        """int `[S]`: how many times each stage updates in the table; 1 in a table that only runs forward.
+
+        Example:
+          >>> import jpipe.schedules
+          >>> table = jpipe.schedules.pipedream(2, 6, replicas=(3, 1), update_every=(3, 1))
+          >>> table.updates_in_round.tolist(), table.microbatches_per_update.tolist()
+          ([2, 6], [3, 1])
+        """
+        number = np.ones(self.num_stages, int)
+        for s in np.unique(self.stage[self.stage >= 0]).tolist():
+            number[s] = max(1, int((self.update[:, self.stage == s] != IDLE).sum(axis=0).max()))
+        number.setflags(write=False)
+        return number
+
+    @property
+    def microbatches_per_update(self) -> np.ndarray:
+        """int `[S]`: the microbatches whose gradients each stage applies in one update, N for most tables."""
+        return np.maximum(self.num_microbatches // self.updates_in_round, 1)
+
+    @property
+    def updates_by_stage(self) -> bool:
+        """True if a stage updates more than once in the table, as where stages have rhythms of their own."""
+        return bool((self.updates_in_round > 1).any())
+
+    @functools.cached_property
     def splits_backward(self) -> bool:
         """True if weight gradients are operations of their own."""
         return bool((self.weight_grad != IDLE).any())
@@ -230,17 +256,39 @@ class Table:
     def update_ticks(self) -> np.ndarray:
         """int64 `[C]`: absolute tick that writes version 1, `IDLE` if there is none.
 
-        The same column writes version v at T (v - 1) ticks after that.
+        A column that updates once in a round writes version v at T (v - 1) ticks after that. For others see
+        `written_ticks`.
         """
-        ticks = np.full(self.num_columns, IDLE, np.int64)
+        return self.update_ticks_of_round()[0]
+
+    def update_ticks_of_round(self) -> np.ndarray:
+        """int64 `[U, C]`: absolute ticks that write the versions 1 .. U, `IDLE` where a column updates less often.
+
+        U is the largest number of updates of a stage in a round. Version v + u is written T ticks after version v,
+        where u is the number of updates of the stage.
+        """
+        number = self.updates_in_round
+        ticks = np.full((int(number.max()), self.num_columns), IDLE, np.int64)
         t, c = np.nonzero(self.update != IDLE)
-        ticks[c] = t - self.num_ticks * (self.update[t, c].astype(np.int64) - 1)
+        k, i = np.divmod(self.update[t, c].astype(np.int64) - 1, number[self.stage[c]])
+        ticks[i, c] = t - self.num_ticks * k
         return ticks
+
+    def written_ticks(self, versions: np.ndarray) -> np.ndarray:
+        """int64 `[N, C]`: absolute ticks that write versions, each relative to the round."""
+        columns = np.arange(self.num_columns)
+        k, i = np.divmod(versions - 1, self.updates_in_round[self.stage])
+        return self.update_ticks_of_round()[i, columns] + self.num_ticks * k
+
+    def updates_before(self) -> np.ndarray:
+        """int64 `[N, C]`: the updates of a round that come before the one which applies each microbatch."""
+        period = self.microbatches_per_update[self.stage]
+        return np.arange(self.num_microbatches)[:, None] // period
 
     def forward_versions(self) -> np.ndarray:
         """int64 `[N, C]`: the version each microbatch's forward reads.
 
-        Versions are relative to the microbatch's own minibatch, whose update writes
+        Versions are relative to the microbatch's own update, which writes
         version 1. The version read is therefore the negative of the delay.
         """
         return self._by_microbatch(self.forward, self.forward_version)[1]
@@ -258,7 +306,8 @@ class Table:
         k, m = np.divmod(cells[t, c].astype(np.int64), self.num_microbatches)
         ticks[m, c] = t - self.num_ticks * k
         if version is not None:
-            versions[m, c] = version[t, c] - k
+            updates = self.updates_in_round[self.stage[c]]
+            versions[m, c] = version[t, c] - updates * k - self.updates_before()[m, c]
         return ticks, versions
 
     def device_work(self) -> np.ndarray:

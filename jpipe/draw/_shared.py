@@ -37,7 +37,7 @@ def unrolled(schedule: Schedule) -> Schedule:
     oldest = min(int(cells[cells != IDLE].min()) for cells in work if (cells > IDLE).any())
     num_rounds = 1 - oldest // num_microbatches
 
-    def unroll(cells: np.ndarray, per_round: int, least: int) -> np.ndarray:
+    def unroll(cells: np.ndarray, per_round: int | np.ndarray, least: int) -> np.ndarray:
         cells = cells.astype(np.int64)
         rounds = [cells + per_round * r for r in range(num_rounds)]
         return np.concatenate([np.where((cells == IDLE) | (numbers < least), IDLE, numbers) for numbers in rounds])
@@ -54,7 +54,7 @@ def unrolled(schedule: Schedule) -> Schedule:
         weight_grad=weight_grad,
         forward_version=np.where(forward == IDLE, IDLE, 0),
         backward_version=np.where(backward == IDLE, IDLE, 0),
-        update=unroll(schedule.update, 1, 1),
+        update=unroll(schedule.update, schedule.updates_in_round[schedule.stage], 1),
     )
 
 

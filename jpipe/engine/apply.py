@@ -64,6 +64,8 @@ class Apply:
       skip: bool `[]`, whether the update is skipped.
       global_norm: `[]`, norm of the gradient over all stages.
       scale: `[]`, the loss scale of the gradients, or None.
+      updates: int32 `[]`, how many times the stage updates in a round; None: once. The loss is divided by all
+        microbatches of a minibatch, and the gradient of an update is the mean over its own.
     """
 
     device: TrainingDevice
@@ -74,6 +76,7 @@ class Apply:
     skip: jax.Array
     global_norm: jax.Array
     scale: jax.Array | None
+    updates: jax.Array | None
 
     def run(self, arrays: Record) -> Record:
         """Runs 0 or 1 updates, which leave gradients of zero in the column."""
@@ -330,10 +333,16 @@ class _Turn(NamedTuple):
         return device.lead(group, row)
 
     def unscaled(self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Values whose gradients are divided by the loss scale."""
-        scale = self.update.scale
+        """Values whose gradients are means over the microbatches of the update, without loss scale."""
+        scale, updates = self.update.scale, self.update.updates
+
+        def mean(gradient: jax.Array) -> jax.Array:
+            if scale is not None:
+                gradient = gradient / scale.astype(gradient.dtype)
+            return gradient if updates is None else gradient * updates.astype(gradient.dtype)
+
         return [
-            value / scale.astype(value.dtype) if slots.arrays == "gradients" and scale is not None else value
+            mean(value) if slots.arrays == "gradients" else value
             for slots, value in zip(all_slots, values, strict=True)
         ]
 

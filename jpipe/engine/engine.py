@@ -92,21 +92,23 @@ def _specs(spec: PassSpec, groups: Iterable[str]) -> dict[str, Any]:
     return {name: spec.layout[name].spec for name in groups}
 
 
-def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any:
-    """Copies one version of the weights to the rows of all versions.
+def in_all_versions(spec: TrainingPass, weights: Any, rounds: jax.Array) -> Any:
+    """Copies the weights after some rounds to the rows of all versions.
 
     Args:
       spec: the pass that has trained the weights.
       weights: global arrays, packed like the group "parameters".
-      version: int32 `[]`, the number of the version, counted since round 0.
+      rounds: int32 `[]`, the number of rounds that all stages have completed.
     """
     rows, parameter_rows = spec.rows, spec.array_rows["parameters"]
 
     @functools.cache
-    def first_and_modulus(name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The first row of the stage of each row of an array, and the number of the stage's versions."""
+    def rows_of_versions(name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each row of an array the first row of its stage, the number of the stage's versions, and the number of
+        its updates in a round.
+        """
         shape = spec.schedule.num_devices, parameter_rows.number(name)
-        first, modulus = np.zeros(shape, int), np.ones(shape, int)
+        first, modulus, updates = np.zeros(shape, int), np.ones(shape, int), np.ones(shape, int)
         for s, copies in enumerate(spec.lowered.copies):
             for d, chunk in copies:
                 version_rows = rows.chunk_rows(s, d, chunk)
@@ -115,18 +117,20 @@ def in_all_versions(spec: TrainingPass, weights: Any, version: jax.Array) -> Any
                 array_rows = parameter_rows.rows(name, d, version_rows)
                 first[d, array_rows] = array_rows.start
                 modulus[d, array_rows] = rows.num_versions[s]
-        return first, modulus
+                updates[d, array_rows] = spec.schedule.updates_in_round[s]
+        return first, modulus, updates
 
     def copied(name: str, array: jax.Array) -> jax.Array:
         if name in parameter_rows.unit_rows:
-            row = jnp.mod(version, parameter_rows.number(name))
+            row = jnp.mod(rounds, parameter_rows.number(name))
             return jnp.broadcast_to(array[row][None], array.shape)
         if name in spec.stages.parameters.constant:
             return array
-        first, modulus = first_and_modulus(name)
+        first, modulus, updates = rows_of_versions(name)
         if modulus.max() == 1:
             return array
         d = lax.axis_index(STAGE)
+        version = rounds * jnp.asarray(updates)[d] if spec.schedule.updates_by_stage else rounds
         row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
         if not packing.is_on_host(array):
             return array[row]

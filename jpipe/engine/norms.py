@@ -70,12 +70,21 @@ class Norms(NamedTuple):
         """Returns (unscaled global norm, skip) for the update of `stage` that writes `version`."""
         table, places = self.table, self.places
 
+        updates = table.updates.astype(np.int32)
+        by_rhythm = len(table.offset) > 1
+        if by_rhythm:
+            rounds, number = jnp.divmod(version - 1, jnp.asarray(updates)[stage])
+
         def at_places(by_stage: np.ndarray) -> jax.Array:
-            """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
-            by_place = by_stage[:, places.stage]
-            return lax.dynamic_index_in_dim(by_place, stage, keepdims=False, allow_negative_indices=False)
+            """`[D, R + units]`, the entries `[n, stage, j]` for update n of a round and the stage j in each place."""
+            by_place = by_stage[..., places.stage]
+            if by_rhythm:
+                return jnp.asarray(by_place)[number, stage]
+            return lax.dynamic_index_in_dim(by_place[0], stage, keepdims=False, allow_negative_indices=False)
 
         counted = version + at_places(table.offset.astype(np.int32))
+        if by_rhythm:
+            counted += (updates[places.stage] - jnp.asarray(updates)[stage]) * rounds
         squares = self._at(counted)
         broken = ~jnp.isfinite(squares) & at_places(table.together) & places.used
         # Before its first update a stage has no gradient.
@@ -110,6 +119,10 @@ def gradient_norms(
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     squares = _squares(device, scalars, arrays)
     squares = reduction.squares_of_all(squares, arrays.gradients)
+    assert spec.lowered.norms is not None
+    if spec.schedule.updates_by_stage:
+        times = spec.lowered.norms.updates[_places(device, True).stage]
+        squares *= jnp.asarray(times)[device.position].astype(squares.dtype) ** 2
 
     def version_of(lane: LaneScalars, version: jax.Array) -> jax.Array:
         updates = (chunks == lane.chunk) & (lane.program >= 0)
@@ -127,7 +140,6 @@ def gradient_norms(
     kept = jnp.where(now, squares[None], arrays.squared_norm)
     all_squares, versions = lax.all_gather((kept, version), STAGE)
     scale = device.loss_scale(arrays)
-    assert spec.lowered.norms is not None
     norms = Norms(
         spec.lowered.norms,
         _places(device, reduction.every_copy_counts),

@@ -84,6 +84,7 @@ def update(
                 skip=skip,
                 global_norm=norm,
                 scale=norms.scale,
+                updates=_updates_in_round(device, lane),
             )
             return _cut(spec, column_update.run(_joined(spec, arrays))) if in_branch else column_update.run(arrays)
 
@@ -117,6 +118,12 @@ def _joined(spec: TrainingPass, arrays: Record) -> Record:
 def _cut(spec: TrainingPass, arrays: Record) -> Record:
     """The arrays with sums as a state holds them."""
     return arrays.replace(gradients=spec.sums.cut(arrays.gradients))
+
+
+def _updates_in_round(device: TrainingDevice, lane: LaneScalars) -> jax.Array | None:
+    """How many times the stage of a lane updates in a round, int32 `[]`; None if all stages do so once."""
+    schedule = device.spec.schedule
+    return jnp.asarray(schedule.updates_in_round, jnp.int32)[lane.stage] if schedule.updates_by_stage else None
 
 
 def _position_of(number: jax.Array, numbers: Sequence[int]) -> tuple[jax.Array, jax.Array | int]:

@@ -249,8 +249,8 @@ def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
     """Newest versions between rounds, `[C]`, and the last tick of any microbatch of a round."""
     if schedule.forward_only:
         return np.zeros(schedule.num_columns, int), schedule.num_ticks - 1
-    updated = schedule.update_ticks()
-    newest = newest_version(np.zeros_like(updated), updated, schedule.num_ticks)
+    updated = schedule.update_ticks_of_round()
+    newest = newest_version(np.zeros(schedule.num_columns, int), updated, schedule.num_ticks)
     return newest, int(max(schedule.weight_grad_ticks().max(), updated.max()))
 
 

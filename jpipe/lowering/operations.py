@@ -136,7 +136,8 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
     read = schedule.backward_versions()
     t, c = np.nonzero(schedule.weight_grad != IDLE)
     rounds, m = np.divmod(schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches)
-    version[t, c] = read[m, c] + rounds
+    updates = schedule.updates_in_round[schedule.stage[c]]
+    version[t, c] = read[m, c] + schedule.updates_before()[m, c] + updates * rounds
     return version
 
 

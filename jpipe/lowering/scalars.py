@@ -55,12 +55,13 @@ class ScalarTable:
         self,
         name: ScalarName,
         base: np.ndarray,
-        rounds: int = 0,
+        rounds: int | np.ndarray = 0,
         started: int = 0,
         least: int = _LEAST,
     ) -> None:
-        """Adds `base + rounds * r + started * s`; `base` is int `[T, D]`."""
-        self._plain[name] = (base.astype(np.int32), (rounds, started, least))
+        """Adds `base + rounds * r + started * s`; `base` is int `[T, D]`, and so is `rounds` or a number."""
+        constants = 0 if isinstance(rounds, np.ndarray) else rounds, started, least
+        self._plain[name] = (*(np.asarray(a, np.int32) for a in (base, rounds)), constants)
 
     def add_cyclic(
         self,
@@ -90,18 +91,19 @@ class ScalarTable:
         """
         if name not in self._plain:
             return None
-        base, (rounds, started, _) = self._plain[name]
+        base, rounds, (_, started, _) = self._plain[name]
         values: list[int] = np.unique(base[ticks.start : ticks.stop]).tolist()
-        return values[0] if len(values) == 1 and rounds == started == 0 else None
+        return values[0] if len(values) == 1 and started == 0 and not rounds.any() else None
 
     def only_program(self, operation: str, lane: int, ticks: range) -> int | None:
         """The stage program of this lane if it is the same on every device in every tick of `ticks`, else None."""
         program = self.constant((operation, lane, "program"), ticks)
         return None if program == -1 else program
 
-    def _rounds_differ(self) -> bool:
-        """True if a round adds different numbers to cyclic scalars."""
-        return any(rounds.ndim for *_, rounds, _ in self._cyclic.values())
+    @staticmethod
+    def _rounds_differ(scalars: Mapping[ScalarName, tuple]) -> bool:
+        """True if a round adds different numbers to a scalar on different devices or in different ticks."""
+        return any(rounds.ndim for *_, rounds, _ in scalars.values())
 
     @functools.cached_property
     def index(self) -> dict[ScalarName, int]:
@@ -129,8 +131,10 @@ class ScalarTable:
             "first": (self._guarded, 1),
             "last": (self._guarded, 2),
         }
-        if self._rounds_differ():  # columns with fewer microbatches than others
+        if self._rounds_differ(self._cyclic):  # columns with fewer microbatches than others
             parts["rounds"] = self._cyclic, 3
+        if self._rounds_differ(self._plain):  # stages with more updates than others
+            parts["plain_rounds"] = self._plain, 1
         return parts
 
     @property
@@ -176,8 +180,7 @@ class ScalarTable:
             constants = np.array([c[-1] for c in scalars.values()], np.int32)
             rounds: jax.Array | np.ndarray
             rounds, starts, least = constants.reshape(-1, 3).T[:, None]
-            if part == "cyclic":
-                rounds = parts.get("rounds", rounds)
+            rounds = parts.get({"cyclic": "rounds", "plain": "plain_rounds"}[part], rounds)
             value = parts[part] + rounds * round_ + starts * started
             return jnp.maximum(value, least)
 
@@ -240,15 +243,24 @@ def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
     """Adds 0 where any copy of a stage updates or commits, else -1; the same on all devices."""
     if not lowered.schedule.has_copies:
         return
-    N, operations = lowered.schedule.num_microbatches, lowered.operations[operation]
+    operations = lowered.operations[operation]
     for s in range(len(lowered.copies)) if operations.num_lanes else ():
         here = operations.stage == s
         now = here.any(axis=(1, 2))[:, None]
         least = np.iinfo(np.int32).min
         version = np.where(here, operations.version, least).max(axis=(1, 2))[:, None]
         version = np.where(now, version, 1)
-        first, last = N * (version - 1), N * version - 1
+        first, last = _microbatches_of(lowered, operation, s, version)
         table.add_guarded(("copies", operation, s), np.where(now, 0, -1), first, last)
+
+
+def _microbatches_of(
+    lowered: Lowered, operation: str, stage: int | np.ndarray, version: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last microbatch, relative to the round, of an update of a stage or of a commit."""
+    schedule = lowered.schedule
+    number = schedule.num_microbatches if operation == "commit" else schedule.microbatches_per_update[stage]
+    return number * (version - 1), number * version - 1
 
 
 def _is_per_minibatch(operation: str) -> bool:
@@ -278,7 +290,7 @@ def _add_lane(
         program = np.where(stage >= 0, values, -1)
         first, last = microbatch, microbatch
         if _is_per_minibatch(operation):
-            first, last = N * (version - 1), N * version - 1
+            first, last = _microbatches_of(lowered, operation, stage, version)
         table.add_guarded((*lane_name, "program"), program, first, last)
     table.add_plain((*lane_name, "chunk"), chunk)
     if _is_per_minibatch(operation):
@@ -315,18 +327,19 @@ def _add_versions(
     if newest:
         version, least = rows.newest[stage], 0
     modulus = rows.num_versions[stage]
+    updates = rows.updates if isinstance(rows.updates, int) else rows.updates[stage]
     first = rows.first[np.arange(len(rows.first)), chunk]
     if operation not in OF_COLUMNS:
         # A part of a vocabulary layer has arrays of its own.
         first = np.zeros_like(first)
-    table.add_plain((*lane_name, "absolute_version"), version, rounds=1, least=least)
-    table.add_cyclic((*lane_name, "row"), version, 1, modulus, first, least=least)
+    table.add_plain((*lane_name, "absolute_version"), version, rounds=updates, least=least)
+    table.add_cyclic((*lane_name, "row"), version, updates, modulus, first, least=least)
     if operation.startswith("update"):
         name = (*lane_name, "previous_row")
-        table.add_cyclic(name, version - 1, 1, modulus, first)
+        table.add_cyclic(name, version - 1, updates, modulus, first)
         if rows.stale is not None:
             name = (*lane_name, "stale_row")
-            table.add_cyclic(name, version - 1 - rows.stale[stage], 1, modulus, first)
+            table.add_cyclic(name, version - 1 - rows.stale[stage], updates, modulus, first)
 
 
 def _add_slot(

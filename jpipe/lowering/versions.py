@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.schedule import IDLE, Schedule
+from jpipe.schedule import IDLE, Schedule, newest_version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class VersionRows:
       newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
       stale: int `[S]`, number of updates from the weights that an update's gradient was computed at to the newest;
         None if no update reads them.
+      updates: int `[S]`, how many times each stage updates in a round; 1 if all do so once.
     """
 
     num_versions: np.ndarray
@@ -32,10 +33,11 @@ class VersionRows:
     num_rows: int
     newest: np.ndarray
     stale: np.ndarray | None = None
+    updates: int | np.ndarray = 1
 
     def newest_rows(self, rounds: int) -> np.ndarray:
         """The slot of each stage's newest version after some rounds, int `[S]`."""
-        return np.maximum(rounds + self.newest, 0) % self.num_versions
+        return np.maximum(rounds * self.updates + self.newest, 0) % self.num_versions
 
     def chunk_rows(self, stage: int, device: int, chunk: int) -> slice:
         """The rows of a stage on a device."""
@@ -71,7 +73,8 @@ def version_rows(
     ends = num_rows.cumsum(axis=1)
     # A device with fewer stages than others has no rows for them, and nobody asks.
     first = np.minimum(ends - num_rows, ends.max() - 1)
-    return VersionRows(num_versions, first, int(ends.max()), newest, stale)
+    updates = schedule.updates_in_round if schedule.updates_by_stage else 1
+    return VersionRows(num_versions, first, int(ends.max()), newest, stale, updates)
 
 
 def has_one_row(schedule: Schedule) -> bool:
@@ -86,13 +89,13 @@ def num_versions_of(schedule: Schedule) -> np.ndarray:
     num_versions = np.ones(schedule.num_stages, int)
     if schedule.forward_only:
         return num_versions
-    updated, T = schedule.update_ticks(), schedule.num_ticks
+    updated, before = schedule.update_ticks_of_round(), schedule.updates_before()
     for ticks, versions in (
         (schedule.forward_ticks(), schedule.forward_versions()),
         (schedule.backward_ticks(), schedule.backward_versions()),
         (schedule.weight_grad_ticks(), schedule.backward_versions()),
     ):
-        newest_written = -((updated - ticks) // T)  # before `ticks`
+        newest_written = newest_version(ticks, updated, schedule.num_ticks) - before
         back = np.where(ticks == IDLE, 0, newest_written - versions + 1).max(axis=0)
         np.maximum.at(num_versions, schedule.stage, back)
     return num_versions

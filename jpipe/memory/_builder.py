@@ -121,22 +121,28 @@ class Builder:
         mine = {n: a for n, a in shapes.items() if n.startswith(f"{unit.name} ")}
         return self.num_bytes(mine)
 
-    def update_time(self, stage: int, fraction: float, rounds: int = 0) -> float:
-        """The time at which the update of a stage that writes version 1 + rounds is over to a fraction."""
+    def update_time(self, stage: int, fraction: float, number: int = 0) -> float:
+        """The time at which the update of a stage that writes version 1 + number is over to a fraction."""
         column = int(self.schedule.column_of_stage[stage])
-        tick = int(self.schedule.update_ticks()[column]) + rounds * self.schedule.num_ticks
+        rounds, i = divmod(number, int(self.schedule.updates_in_round[stage]))
+        tick = int(self.schedule.update_ticks_of_round()[i, column]) + rounds * self.schedule.num_ticks
         return self.clock.at(tick, "update", fraction)
 
+    def update_accesses(self, stage: int, accesses: Iterable[tuple[float, str]]) -> list[tuple[float, str]]:
+        """The accesses of all updates of a stage in a round, each at a fraction of an update."""
+        numbers = range(int(self.schedule.updates_in_round[stage]))
+        return [(self.update_time(stage, f, number), kind) for number in numbers for f, kind in accesses]
+
     def reads(self, column: int) -> list[tuple[str, int, int]]:
-        """`(operation, tick, version)` of each operation of a column that reads weights of a minibatch's version."""
-        schedule = self.schedule
+        """`(operation, tick, version)` of each operation of a column; the version is relative to the round."""
+        schedule, before = self.schedule, self.schedule.updates_before()
         tables = [("forward", schedule.forward_ticks(), schedule.forward_versions())]
         backward = schedule.backward_versions()
         tables.append(("backward", schedule.backward_ticks(), backward))
         if schedule.splits_backward:
             tables.append(("weight_grad", schedule.weight_grad_ticks(), backward))
         return [
-            (name, int(ticks[m, column]), int(versions[m, column]))
+            (name, int(ticks[m, column]), int(versions[m, column] + before[m, column]))
             for name, ticks, versions in tables
             for m in range(schedule.num_microbatches)
             if ticks[m, column] != IDLE

@@ -1,5 +1,6 @@
 """Blocks of layers and stages: weights, the optimizer's state, gradients, and the arrays that are read of batches."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,14 +15,15 @@ def _versions(
     stage: int,
     layer: int | None,
     reads: Iterable[tuple[float, str]],
+    number: int = 0,
     **of: Any,
 ) -> list[Block]:
-    """The blocks of a version of weights: as the newest one, and later."""
-    written, replaced = (builder.update_time(stage, 1.0, k) for k in (0, 1))
+    """The blocks of version 1 + number of weights: as the newest one, and later."""
+    written, replaced = (builder.update_time(stage, 1.0, number + k) for k in (0, 1))
     accesses = [
         (written, "write"),
         *reads,
-        (builder.update_time(stage, 0.5, 1), "read"),
+        (builder.update_time(stage, 0.5, number + 1), "read"),
     ]
     last = max(time for time, _ in accesses)
     early = [a for a in accesses if a[0] <= replaced]
@@ -32,14 +34,15 @@ def _versions(
     return blocks
 
 
-def _version_reads(builder: Builder, stage: int, layer: int) -> list[tuple[float, str]]:
-    """Reads of version 1 of a layer's weights, without those that a hook computes."""
+def _version_reads(builder: Builder, stage: int, layer: int, number: int) -> list[tuple[float, str]]:
+    """Reads of version 1 + number of a layer's weights, without those that a hook computes."""
     T, hooks = builder.schedule.num_ticks, builder.program.settings.hooks
+    updates = int(builder.schedule.updates_in_round[stage])
     return [
-        (builder.in_layer(name, c, tick + (1 - version) * T, layer), "read")
+        (builder.in_layer(name, c, tick - (version - 1) // updates * T, layer), "read")
         for c in builder.columns_of(stage)
         for name, tick, version in builder.reads(c)
-        if {"weight_grad": "backward"}.get(name, name) not in hooks
+        if (version - 1) % updates == number and {"weight_grad": "backward"}.get(name, name) not in hooks
     ]
 
 
@@ -50,7 +53,8 @@ def weights(builder: Builder, _: int) -> list[Block]:
     for s in builder.held:
         for layer, run, _ in builder.stages.layer_runs(s):
             kind = builder.stages.layer_kinds[run.kind]
-            name, reads = f"{builder.words(s, layer)}: weights", _version_reads(builder, s, layer)
+            name = f"{builder.words(s, layer)}: weights"
+            reads = [_version_reads(builder, s, layer, n) for n in range(builder.schedule.updates_in_round[s])]
             of: dict[str, Any] = dict(layers=(layer, layer + 1))
             # Those in host memory are on the device while their layer runs, as temporaries.
             trained, frozen = (
@@ -60,9 +64,12 @@ def weights(builder: Builder, _: int) -> list[Block]:
                 )
                 for numbers in (kind.trained, kind.frozen)
             )
-            blocks += _versions(builder, name, trained, s, layer, reads, **of)
+            for n, reads_of_version in enumerate(reads):
+                version = name if len(reads) == 1 else f"{name} after update {n + 1} of {len(reads)}"
+                blocks += _versions(builder, version, trained, s, layer, reads_of_version, n, **of)
             if frozen:
-                blocks.append(builder.always(f"{name}, frozen", "weights", frozen, reads, stage=s, **of))
+                every_read = itertools.chain(*reads)
+                blocks.append(builder.always(f"{name}, frozen", "weights", frozen, every_read, stage=s, **of))
     for unit in builder.stages.vocabulary.units:
         size = builder.unit_bytes(shapes, unit)
         V = int(builder.lowered.rows.num_versions[unit.home])
@@ -87,7 +94,7 @@ def read_weights(builder: Builder, _: int) -> list[Block]:
                     for name, tick, _ in builder.reads(c)
                     if {"weight_grad": "backward"}.get(name, name) == hooked
                 ]
-                reads.append((builder.update_time(s, 0.9), "write"))
+                reads += builder.update_accesses(s, [(0.9, "write")])
                 name = f"{builder.words(s, layer)}: weights for {hooked}"
                 size *= int(builder.lowered.rows.num_versions[s])
                 blocks.append(
@@ -114,10 +121,7 @@ def optimizer(builder: Builder, _: int) -> list[Block]:
             for piece in leaf_pieces
             if piece.share in (None, 0) and not piece.place.on_host
         )
-        times = [
-            (builder.update_time(s, 0.4), "read"),
-            (builder.update_time(s, 0.8), "write"),
-        ]
+        times = builder.update_accesses(s, [(0.4, "read"), (0.8, "write")])
         layers = builder.stages.layers_of(s)
         blocks.append(
             builder.always(
@@ -143,7 +147,7 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
         for layer, run, _ in builder.stages.layer_runs(s):
             places = run.gradient_places
             size = builder.layout.leaf_bytes([place for place in places if not place.on_host], arrays)
-            times = [(builder.update_time(s, f), k) for f, k in ((0.2, "read"), (0.8, "write"))]
+            times = builder.update_accesses(s, [(0.2, "read"), (0.8, "write")])
             for c in builder.columns_of(s):
                 for name, tick, _ in builder.reads(c):
                     if name == accumulating:

@@ -22,9 +22,9 @@ def scale_by_copies(copies: NumericTree, first: chex.Numeric = 1) -> optax.Gradi
     makes r_0 / r as many updates as the first stage. The factor makes up for that: every stage moves by
     eta / r_0 times the gradient of each minibatch.
 
-    The tables of `jpipe.schedules` update all stages after the same microbatches. There the movement for a
-    microbatch is the same on all stages without this transform, and with it stages with more copies move further. It
-    is for runs that shall have PipeDream's rates, and for tables of your own whose stages update at unlike times.
+    It goes with `jpipe.schedules.pipedream(..., update_every=replicas)`, whose stages update so. Other tables update
+    all stages after the same microbatches. There the movement for a microbatch is the same on all stages without this
+    transform, and with it stages with more copies move further.
 
     Args:
       copies: r of each weight, above 0: a number, or a tree with a number for every weight or for a whole branch. In a

@@ -221,6 +221,11 @@ def _check_accumulate_gradients(
             "stage, "
             'of which each sees some microbatches. Take a schedule without `replicas`, or replicas along "data".'
         )
+    if schedule.updates_by_stage:
+        raise ValueError(
+            "`accumulate_gradients` begins its factors anew with every minibatch, and stages of the schedule "
+            f"{shown(schedule.name)} update several times in one. Take a schedule without `update_every`."
+        )
     _check_whole("accumulate_gradients", mesh)
     return compressor
 

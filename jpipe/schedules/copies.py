@@ -58,6 +58,32 @@ def wrong_replicas(num_stages: int, num_microbatches: int, replicas: Sequence[in
     return None
 
 
+def wrong_update_every(num_stages: int, num_microbatches: int, update_every: Sequence[int] | None) -> str | None:
+    """The refusal of `update_every` without regard to copies; None if the builder can use it.
+
+    Example:
+      >>> print(wrong_update_every(2, 8, (3, 1))[:68])
+      `update_every` must hold divisors of `num_microbatches` (8), got 3 f
+    """
+    if update_every is None:
+        return None
+    whole = isinstance(update_every, Sequence | np.ndarray) and not isinstance(update_every, str)
+    if not whole or len(update_every) != num_stages:
+        return (
+            f"`update_every` must have one number for each of the {num_stages} stages, got {shown(update_every)}: it "
+            "says after how many microbatches a stage updates. Pass for example "
+            f"{(num_microbatches,) + (1,) * (num_stages - 1)}, or None: all update after {num_microbatches}."
+        )
+    for s, period in enumerate(update_every):
+        if wrong_counts(update_every=period) or num_microbatches % period:
+            return (
+                f"`update_every` must hold divisors of `num_microbatches` ({num_microbatches}), got {shown(period)} "
+                f"for stage {s}: all steps are alike, so in each of them a stage updates a whole number of times. Use "
+                "a multiple of all numbers of `update_every` as `num_microbatches`."
+            )
+    return None
+
+
 def has_copies(replicas: Sequence[int] | None) -> bool:
     """Returns whether any stage has more than one copy."""
     return replicas is not None and max(replicas) > 1
@@ -158,7 +184,13 @@ def warm_up(replicas: Sequence[int]) -> list[int]:
 _KINDS = ("forward", "backward", "weight_grad")
 
 
-def unit_ticks(num_microbatches: int, replicas: Sequence[int], *, synchronous: bool) -> dict[str, Any]:
+def unit_ticks(
+    num_microbatches: int,
+    replicas: Sequence[int],
+    *,
+    synchronous: bool,
+    update_every: Sequence[int] | None = None,
+) -> dict[str, Any]:
     """1F1B-RR in unit ticks: one operation per device and tick, in the order of PipeDream.
 
     A copy of stage s runs w_s forwards (see `warm_up`), and then in turn a forward, and the
@@ -168,7 +200,7 @@ def unit_ticks(num_microbatches: int, replicas: Sequence[int], *, synchronous: b
     In an asynchronous round
 
     - the copies of a stage update together, when the last of them has its gradients. The first
-      forward of a copy after its last weight gradient waits for that;
+      forward of a copy after its last weight gradient for an update waits for that;
     - no copy runs a forward of the next minibatch before all copies have run theirs of this one;
     - T is the smallest at which such a round exists, at least 3 ceil(N / r) for the least r.
 
@@ -176,11 +208,13 @@ def unit_ticks(num_microbatches: int, replicas: Sequence[int], *, synchronous: b
       num_microbatches: N, at least as many as any stage has copies.
       replicas: `[S]`, r_s.
       synchronous: whether the table is one minibatch. Else it is a round that repeats.
+      update_every: `[S]`, the microbatches of an update of each stage; None: N.
 
     Returns:
       The arguments of `Schedule.from_ticks`.
     """
     N, S = num_microbatches, len(replicas)
+    periods = update_every or [N] * S
     order = _Order(N, S)
     every = np.arange(N)
     for s, (r, w) in enumerate(zip(replicas, warm_up(replicas), strict=True)):
@@ -214,10 +248,13 @@ def unit_ticks(num_microbatches: int, replicas: Sequence[int], *, synchronous: b
             if synchronous:
                 continue
             order.add(("forward", s, other[-1]), ("forward", s, mine[0]), 1)
-            order.add(("weight_grad", s, other[-1]), ("weight_grad", s, mine[0]), 1)
-            turns, number = divmod(len(mine) + w, len(mine))
-            follower = ("forward", s, mine[number])
-            order.add(("weight_grad", s, other[-1]), follower, turns)
+            for end in range(periods[s], N + 1, periods[s]):
+                last = ("weight_grad", s, other[other < end][-1])
+                begun = int((mine < end).sum())  # microbatches of the copy up to the update
+                turns, number = divmod(begun, len(mine))
+                order.add(last, ("weight_grad", s, mine[number]), turns)
+                turns, number = divmod(begun + w, len(mine))
+                order.add(last, ("forward", s, mine[number]), turns)
     if synchronous:
         return _columns(N, replicas, order.levels)
     least, most = 3 * -(-N // min(replicas)), 3 * N * (S + 1)

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule
+from jpipe.schedule import IDLE, Schedule
 from jpipe.schedules.arguments import raise_refusal
 
 __all__ = ["emulated", "random_delays", "with_delays"]
@@ -17,10 +17,11 @@ def emulated(schedule: Schedule) -> Schedule:
     """The table of one device that computes what `schedule` computes on many.
 
     The device runs one microbatch after the other through all stages, forward and backward, and then
-    updates all stages. Every forward and every backward reads the weight version that it reads in
-    `schedule`, so losses and weights are equal, up to rounding. A step of the new table completes the
-    minibatch that enters, while an asynchronous pipeline completes it some steps later: numbers of a
-    step belong to its own minibatch, and `flush` has nothing to complete.
+    updates all stages; with `update_every` each stage after as many microbatches as in `schedule`. Every
+    forward and every backward reads the weight version that it reads in `schedule`, so losses and weights
+    are equal, up to rounding. A step of the new table completes the minibatch that enters, while an
+    asynchronous pipeline completes it some steps later: numbers of a step belong to its own minibatch,
+    and `flush` has nothing to complete.
 
     The table is for studies of late gradients on one device, and for checks of a pipeline. It saves no
     memory and no time.
@@ -58,7 +59,8 @@ def emulated(schedule: Schedule) -> Schedule:
     if schedule.emulates is not None:
         return schedule
     forward, backward = schedule.forward_versions(), schedule.backward_versions()
-    return _sequential(schedule.name, schedule.by_stage(forward), schedule.by_stage(backward), schedule)
+    forward, backward = schedule.by_stage(forward), schedule.by_stage(backward)
+    return _sequential(schedule.name, forward, backward, schedule, schedule.microbatches_per_update)
 
 
 @suggests
@@ -161,6 +163,7 @@ def _sequential(
     forward_version: np.ndarray,
     backward_version: np.ndarray,
     emulates: Schedule | None = None,
+    update_every: np.ndarray | None = None,
 ) -> Schedule:
     """One microbatch after the other through all stages, on one device.
 
@@ -169,18 +172,22 @@ def _sequential(
       forward_version: int `[N, S]`, the version that each forward reads, relative to its own minibatch.
       backward_version: int `[N, S]`, the version that each backward reads, relative to its own minibatch.
       emulates: see `Schedule`.
+      update_every: int `[S]`, the microbatches of an update of each stage; None: N.
     """
     N, S = forward_version.shape
     # The last stage runs a microbatch forward and backward in one tick.
     first = np.arange(N)[:, None] * (2 * S - 1)
     stage = np.arange(S)
+    every = np.full(S, N) if update_every is None else update_every
+    applied = np.arange(1, N // every.min() + 1)[:, None] * every
+    update = np.where(applied <= N, applied * (2 * S - 1) - 1, IDLE)
     return Schedule.from_ticks(
         name,
         first + stage,
         first + 2 * (S - 1) - stage,
         device=np.zeros(S, int),
         num_ticks=N * (2 * S - 1),
-        update=np.full(S, N * (2 * S - 1) - 1),
+        update=update,
         forward_version=forward_version,
         backward_version=backward_version,
         emulates=emulates,

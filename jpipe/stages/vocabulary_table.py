@@ -27,6 +27,11 @@ def check_table(layers: Vocabulary, schedule: Schedule, delays: Mapping[str, np.
             f"layer {layers.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
             f"{schedule.name!r}. Choose a schedule without copies, or {remedy}."
         )
+    if schedule.updates_by_stage:
+        raise vocabulary.VocabularyError(
+            f"layer {layers.layers[0].index} is split over all stages, and stages of {schedule.name!r} update several "
+            f"times in a minibatch, each by its own rhythm. Choose a schedule without `update_every`, or {remedy}."
+        )
     for layer, cells, stage, words in (
         (layers.embedding, schedule.backward_ticks(), 0, "backward of the first"),
         (layers.head, schedule.forward_ticks(), -1, "forward of the last"),

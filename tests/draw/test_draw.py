@@ -117,6 +117,17 @@ def test_colour_changes_nothing_else(ticks):
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == draw.text(schedule)
 
 
+def test_every_update_of_a_stage_has_its_star():
+    """The first stage updates after four microbatches, the last one after each."""
+    table = schedules.pipedream(2, 4, "paired", update_every=(4, 1))
+    assert draw.text(table).splitlines()[3:7] == [
+        "s0    F0  F1  F2  F3  F4  F5  F6  F7",
+        "      .   .   .   B0  B1  B2  B3* B4",
+        "s1    .   F0  F1  F2  F3  F4  F5  F6",
+        "      .   .   B0* B1* B2* B3* B4* B5*",
+    ]
+
+
 def test_a_broken_table_is_not_drawn():
     broken = Schedule.from_text("0@0\nB0\nF0,U1\n")
     for function in (draw.text, draw.figure, draw.summary):

@@ -92,7 +92,7 @@ def test_squared_norms(name, ticks):
         written = table.update_ticks()[table.column_of_stage]
         # In the tick in which stage i writes version 20, stage j has written this version last.
         latest = 20 + (written[:, None] - written[None]) // table.num_ticks
-        counted = 20 + norms.offset
+        counted = 20 + norms.offset[0]
         assert (counted <= latest).all() and (latest - counted < norms.depth).all()
 
 

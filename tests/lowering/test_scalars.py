@@ -1,5 +1,7 @@
 """The scalars of a tick equal loops over the lowered table."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from families import schedule_named
@@ -22,10 +24,11 @@ NEWEST = np.array([0, -1, -2, -1])
         ("pipemare/unit", 2, 1),
         ("zero_bubble_v", 4, 4),
         ("two-columns", 4, 3),
+        ("rhythms", 4, 4),
     ],
 )
 def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
-    table = schedule_named(name, S, N)
+    table = pipedream(S, N, update_every=(4, 1, 2, 2)) if name == "rhythms" else schedule_named(name, S, N)
     lowered = lower(table, overlap=overlap, weighted=True)
     stages = np.arange(S)
     of_stage = {("program",): stages % 3, ("length", 0): 5 + stages}
@@ -39,6 +42,9 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
         of_device[d, lowered.copies[s][0][1]] = first_row[s]
         free[d] = first_row[s] + num_versions[s]
     rows = VersionRows(np.array(num_versions), of_device, max(free.values()), NEWEST)
+    if name == "rhythms":
+        rows = dataclasses.replace(rows, updates=np.array([1, 4, 2, 2]))
+    u = [1, 4, 2, 2] if name == "rhythms" else [1] * S
     scalars = scalar_table(lowered, fields, rows, newest)
     num_rows = lowered.num_batches * N
     checked = set()
@@ -67,14 +73,14 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                             int(getattr(ops, field)[t, d, j]) for field in ("microbatch", "position", "version")
                         )
                         if kind == "update":
-                            now = s >= 0 and r + v >= 1 and (r + v) * N <= entered
+                            now = s >= 0 and r * u[s] + v >= 1 and (r * u[s] + v) * N // u[s] <= entered
                         else:
                             now = s >= 0 and 0 <= r * N + m < entered
                         program = fields[kind][("program",)]
                         assert lane.program == (program[s] if now else -1)
                         if s < 0:
                             continue
-                        version = max(r + NEWEST[s], 0) if newest else r + v
+                        version = max(r * u[s] + NEWEST[s], 0) if newest else r * u[s] + v
                         assert lane.absolute_version == version
                         V = num_versions[s]
                         assert lane.row == first_row[s] + version % V

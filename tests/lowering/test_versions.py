@@ -6,7 +6,7 @@ from families import schedule_named
 
 from jpipe.lowering.lower import lower
 from jpipe.schedule import IDLE
-from jpipe.schedules import emulated, pipemare, with_delays
+from jpipe.schedules import emulated, pipedream, pipemare, with_delays
 
 TABLES = {
     "gpipe": schedule_named("gpipe", 3, 4),
@@ -17,6 +17,8 @@ TABLES = {
     "copies": schedule_named("pipedream/2-1-1", 3, 4),
     "emulated deep": emulated(pipemare(5, 1, ticks="paired")),
     "emulated": emulated(schedule_named("pipedream", 4, 2)),
+    "rhythms": pipedream(3, 12, update_every=(4, 3, 2)),
+    "copies with rhythms": pipedream(2, 6, replicas=(3, 1), update_every=(3, 1)),
     "delays": with_delays([[3, 0, 7], [2, 1, 6]], 2, backward_delays=[0, 0, 5]),
 }
 
@@ -34,10 +36,12 @@ def wrong_reads(table, num_versions, rounds=12):
                 )
                 for c in np.flatnonzero(cells[t] != IDLE):
                     entered = cells[t, c] + r * table.num_microbatches >= 0
-                    s, v = table.stage[c], max(version[t, c] + r, 0)
+                    s = table.stage[c]
+                    v = max(version[t, c] + r * table.updates_in_round[s], 0)
                     wrong += entered and slots[s][v % num_versions[s]] != v
             for c in np.flatnonzero(table.update[t] != IDLE):
-                s, v = table.stage[c], table.update[t, c] + r
+                s = table.stage[c]
+                v = table.update[t, c] + r * table.updates_in_round[s]
                 if v >= 1:
                     slots[s][v % num_versions[s]] = v
     return wrong

@@ -90,6 +90,8 @@ CASES = {
     "interleaved": lambda: pipeline(S.interleaved(8, 8)),
     "copies": lambda: pipeline(S.gpipe(2, 6, replicas=(3, 1))),
     "copies that send in one tick": lambda: pipeline(S.pipedream(2, 6, replicas=(3, 1))),
+    "rhythms": lambda: pipeline(S.pipedream(4, 6, update_every=(6, 3, 2, 1))),
+    "copies with rhythms": lambda: pipeline(S.pipedream(2, 6, replicas=(3, 1), update_every=(3, 1))),
     "shared optimizer": lambda: pipeline(S.gpipe(4, 6), mesh=jpipe.make_mesh(stage=4, data=2), shard_optimizer=True),
     "fsdp": lambda: pipeline(S.gpipe(4, 6), mesh=jpipe.make_mesh(stage=4, fsdp=2)),
     "not donated": lambda: pipeline(S.gpipe(4, 6), donate=False),

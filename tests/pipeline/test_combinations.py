@@ -80,10 +80,10 @@ OPTIONS = {
     "`device_memory`": dict(device_memory="1GiB"),
     "`strategy`": dict(strategy="strategy.json"),
 }
-COPIES, ASYNCHRONOUS = "copies of a stage", "asynchronous schedule"
+COPIES, ASYNCHRONOUS, RHYTHMS = "copies of a stage", "asynchronous schedule", "`update_every`"
 TIES, REPORTS, STATE = "ties across stages", "`jpipe.report`", "mutable state"
 VOCABULARY, WHOLE = "vocabulary layers", "`WholeBatchLoss`"
-ALONE = (COPIES, ASYNCHRONOUS, TIES, REPORTS, STATE, VOCABULARY, WHOLE)
+ALONE = (COPIES, ASYNCHRONOUS, RHYTHMS, TIES, REPORTS, STATE, VOCABULARY, WHOLE)
 FEATURES = [*AXES, *OPTIONS, *OFFLOADS, *ALONE]
 PAIRS = list(itertools.combinations(FEATURES, 2))
 
@@ -111,8 +111,9 @@ def check(*features):
     if needs_replicas and COPIES not in features:
         sizes["data"] = 2
     replicas = {"replicas": (1, 2)} if COPIES in features else {}
-    make = SCHEDULES.pipedream if ASYNCHRONOUS in features else SCHEDULES.gpipe
-    schedule = make(2, 4, **replicas)
+    make = SCHEDULES.pipedream if {ASYNCHRONOUS, RHYTHMS} & {*features} else SCHEDULES.gpipe
+    rhythms = {"update_every": (4, 2)} if RHYTHMS in features else {}
+    schedule = make(2, 4, **replicas, **rhythms)
     ties = [[(0, "table"), (3, "table")]] if TIES in features else []
     rules = [("vocab", "stage")] if VOCABULARY in features else []
     loss = with_reports if REPORTS in features else cross_entropy

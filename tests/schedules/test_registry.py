@@ -20,7 +20,19 @@ OPTIONS = {
         for ticks in ("paired", "unit", "overlapped", "half")
     ],
     "one_f_one_b": [{}, {"ticks": "unit"}, {"ticks": "overlapped"}, {"ticks": "half"}, {"ticks": None}],
-    "pipedream": [{}, {"ticks": "paired"}, {"vertical_sync": True}, {"ticks": 3}],
+    "pipedream": [
+        {},
+        {"ticks": "paired"},
+        {"vertical_sync": True},
+        {"ticks": 3},
+        {"update_every": (2, 1, 4)},
+        {"update_every": (2, 1), "replicas": (2, 1)},
+        {"update_every": (2, 1), "replicas": (2, 1), "ticks": "paired"},
+        {"update_every": (2, 1), "replicas": (4, 1)},
+        {"update_every": [2, 4], "vertical_sync": True},
+        {"update_every": (2, 2.0)},
+        {"update_every": 2},
+    ],
     "pipedream_2bw": [{}, {"ticks": "paired"}, {"ticks": None}],
     "pipemare": [
         {},

@@ -733,3 +733,19 @@ def test_an_option_of_a_section_is_named_without_it():
         ValueError, match="option `--config.num_stages`. Did you mean `--config.pipeline.num_stages`[?]"
     ):
         flags.parse(["--config", "quickstart", "--config.num_stages=2"], TrainConfig)
+
+
+def test_rates_do_not_change_with_the_updates_of_a_stage():
+    """Where stages update several times in a step, an optimizer would take updates for steps."""
+    pipeline = PipelineConfig("pipedream", 2, 6, replicas=(3, 1), options={"update_every": (3, 1)})
+    table = pipeline.table()
+    assert table.updates_in_round.tolist() == [2, 6]
+    constant = OptimizerConfig(decay="constant")
+    constant.check_rhythm(table)
+    dataclasses.replace(constant, annealing_steps="lasting").check_rhythm(table)
+    for change in ({"decay": "cosine"}, {"warmup_steps": 3}, {"annealing_steps": 5}):
+        (name,) = change
+        wrong = dataclasses.replace(constant, **change)
+        with pytest.raises(ValueError, match=f"`optimizer.{name}` must be .* Set `--config.optimizer.{name}="):
+            wrong.check_rhythm(table)
+        wrong.check_rhythm(dataclasses.replace(pipeline, options={}).table())
