@@ -221,7 +221,7 @@ class Step:
         return branches[int(_taken(conditional, activity))]
 
     def _branch_of_stage(self, branches: Sequence[str], activity: Activity) -> str:
-        """The branch with an operation of the device's stage, or of all stages if it is busy; else that of least work."""
+        """The branch with an operation of the device's stage, or of all stages if it is busy; else the smallest."""
         for branch in branches:
             scopes = {i.scope for i in self.hlo.all_of(branch)}
             named = [re.search(r"/(\w+)/stage([\d,-]+)/", scope) for scope in scopes]
