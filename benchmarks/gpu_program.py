@@ -19,6 +19,8 @@ from typing import NamedTuple
 from gpu_texts import Buffers, Hlo, Instruction, Thunk, all_bytes, parse_thunks
 
 _GUARD = re.compile(r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$")
+# What all devices run together in most ticks.
+_TOGETHER = re.compile(r"/branch_\d+_fun/(?:embed|embed_backward|head)/")
 _UPDATE = re.compile(r"/update/(?:cond|while)$")
 # Instructions that are neither a kernel nor a call of a library.
 _NO_KERNEL = {
@@ -219,11 +221,13 @@ class Step:
         return branches[int(_taken(conditional, activity))]
 
     def _branch_of_stage(self, branches: Sequence[str], activity: Activity) -> str:
-        """The branch with an operation of the device's stage, else the one with least work."""
+        """The branch with an operation of the device's stage, or of all stages if it is busy; else the smallest."""
         for branch in branches:
             scopes = {i.scope for i in self.hlo.all_of(branch)}
             named = [re.search(r"/(\w+)/stage([\d,-]+)/", scope) for scope in scopes]
             if any(match and _does(activity, match) for match in named):
+                return branch
+            if activity.operations and any(map(_TOGETHER.search, scopes)):
                 return branch
         return min(branches, key=lambda name: len(self.hlo.computations[name]))
 

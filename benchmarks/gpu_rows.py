@@ -235,6 +235,10 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
     against = ""
     if plain is not None:
         ratios = [row["microbatch"][name] / plain["microbatch"][name] for name in ("kernels", "products")]
+        stages = row.get("stages_of_microbatch")
+        if stages and "traffic" in plain["ticks"]["microbatch"]:
+            traffic = sum(work["traffic"] for work in stages.values())
+            ratios.append(traffic / plain["ticks"]["microbatch"]["traffic"])
         against = ", ".join(f"{ratio:.2f}" for ratio in ratios)
     waits = [max(work["host_waits"] for work in busy)]
     waits += [idle["host_waits"]] if idle else []

@@ -223,6 +223,15 @@ def test_an_operation_of_other_stages_is_not_taken():
         assert program.tick(loop, activity) == program.tick(loop, gpu.Activity())
 
 
+def test_what_all_stages_run_together():
+    """A head of all stages is taken by a busy device, whatever its stage."""
+    text = HLO.replace("forward/stage1-2/cond/branch_1_fun/while", "cond/branch_1_fun/head/while")
+    program = step(hlo=text.replace("body/forward/stage1-2/cond", "body/cond"))
+    (loop,) = program.tick_loops()
+    activities = [gpu.Activity(frozenset({("backward", 3)})), FORWARD, gpu.Activity()]
+    assert [program.tick(loop, activity).products for activity in activities] == [3, 3, 0]
+
+
 def test_a_slice_that_is_not_written_in_place_is_a_copy():
     elsewhere = ASSIGNMENT.replace(
         "fusion.2{0} @0> (size=1000000,offset=0)",
