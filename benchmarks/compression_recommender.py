@@ -205,7 +205,7 @@ class Run:
             if "linear" not in layer:
                 x = interact(x)
                 continue
-            x = x @ layer["linear"]["kernel"] + layer["linear"]["bias"]
+            x = x @ layer["linear"]["kernel"] + layer["linear"]["bias"][None]
             x = x[:, 0] if number == len(params) - 1 else jax.nn.relu(x)
         return x, state
 
