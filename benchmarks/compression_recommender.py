@@ -51,7 +51,7 @@ SETTINGS = {
     "plain": (EMBEDDINGS, {}),
     **{
         f"gradients {name}": (EMBEDDINGS, {"compress_gradients": threshold(share, room=3)})
-        for name, share in {"10 %": 0.1, "2.5 %": 0.025, "0.5 %": 0.005}.items()
+        for name, share in {"10 %": 0.1, "2.5 %": 0.025, "0.5 %": 0.005, "0.2 %": 0.002}.items()
     },
     **{
         f"messages of {what} {name}": (cut, {"compress_messages": threshold(share)})
