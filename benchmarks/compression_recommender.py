@@ -7,8 +7,9 @@ The data are real text as a recommender sees it: four words are the history, the
 whether the item follows the history, or was drawn from all words. The model has the form of DLRM (Naumov et al., 2019)
 and its optimizer, SGD. A table of embeddings is a stage on one device, and a wide MLP is the next stage, with a copy on
 each of two devices: embeddings are split from the rest of the model, and the MLP has data parallelism, as in the paper
-(Gupta et al., 2021). *Gradients* are those that the copies of the MLP exchange, *messages* what goes from the
-embeddings to the MLP and back. A setting is named after the share of the entries that it has room to send.
+(Gupta et al., 2021). *Gradients* are those that the copies of the MLP exchange, *messages* what goes from one stage
+to the other and back: embeddings, or the first hidden layer of the MLP, where that is on the first stage too. A setting
+is named after the share of the entries that it has room to send.
 
 Each setting has its own learning rate, which falls to 0 linearly: the one of `--rates` with the least loss on
 validation data, with the first seed. The table has the loss and the area under the ROC curve on test data, mean and
@@ -34,20 +35,35 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 HISTORY, ROWS, MICROBATCHES = 4, 128, 2
 
 
-def threshold(room_for: float) -> str:
-    """A threshold with room for a share of the entries. It aims at a third of it, so that few arrays need a new one."""
-    return f"threshold:density={room_for / 3:.5f},room=3,every=1000"
+def threshold(share: float, room: float = 1) -> str:
+    """A threshold with room for a share of the entries.
 
+    With error feedback more and more entries pass. A threshold that aims at a third of the room (`room=3`) is computed
+    anew less often.
+    """
+    return f"threshold:density={share / room:.5f},room={room:g},every=1000"
+
+
+EMBEDDINGS, HIDDEN = 1, 3
+"""The layers before the cut: the message is the embeddings of the words, or the first hidden layer."""
 
 SETTINGS = {
-    "plain": {},
-    "gradients 2.5 %": {"compress_gradients": threshold(0.025)},
-    "gradients 0.5 %": {"compress_gradients": threshold(0.005)},
-    "messages 2.5 %": {"compress_messages": threshold(0.025)},
-    "gradients 10 %": {"compress_gradients": threshold(0.1)},
-    "messages 10 %": {"compress_messages": threshold(0.1)},
-    "gradients 0.5 %, messages 2.5 %": {"compress_gradients": threshold(0.005), "compress_messages": threshold(0.025)},
+    "plain": (EMBEDDINGS, {}),
+    **{
+        f"gradients {name}": (EMBEDDINGS, {"compress_gradients": threshold(share, room=3)})
+        for name, share in {"10 %": 0.1, "2.5 %": 0.025, "0.5 %": 0.005, "0.2 %": 0.002}.items()
+    },
+    **{
+        f"messages of {what} {name}": (cut, {"compress_messages": threshold(share)})
+        for what, cut in {"embeddings": EMBEDDINGS, "a hidden layer": HIDDEN}.items()
+        for name, share in {"10 %": 0.1, "2.5 %": 0.025}.items()
+    },
+    "gradients 0.5 %, messages of a hidden layer 2.5 %": (
+        HIDDEN,
+        {"compress_gradients": threshold(0.005, room=3), "compress_messages": threshold(0.025)},
+    ),
 }
+"""Name -> the cut, and the compressors as texts."""
 
 
 class Words:
@@ -154,7 +170,8 @@ class Run:
 
         self.words, self.args, self.setting = words, args, setting
         mean_loss = lambda logits, batch: jnp.mean(optax.sigmoid_binary_cross_entropy(logits, batch["labels"]))  # noqa: E731
-        compressors = {name: jpipe.compress.parse(text) for name, text in SETTINGS[setting].items()}
+        self._cut, texts = SETTINGS[setting]
+        compressors = {name: jpipe.compress.parse(text) for name, text in texts.items()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # few microbatches
             schedule = jpipe.schedules.one_f_one_b(2, MICROBATCHES, "paired", replicas=(1, MICROBATCHES))
@@ -163,7 +180,7 @@ class Run:
             loss=mean_loss,
             optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
             schedule=schedule,
-            boundaries=[1],
+            boundaries=[self._cut],
             **compressors,
         )
         rng = np.random.default_rng(1)
@@ -181,13 +198,16 @@ class Run:
         import jax.numpy as jnp
 
         x = params[0]["embed"]["embedding"][words]
-        if self._message is not None:
-            wire, state = self._message.encode(jax.lax.stop_gradient(x), state)
-            x = jnp.where(self._message.decode(wire, x) != 0, x, 0)
-        x = interact(x)
-        for layer in params[2:-1]:
-            x = jax.nn.relu(x @ layer["linear"]["kernel"] + layer["linear"]["bias"])
-        return (x @ params[-1]["linear"]["kernel"] + params[-1]["linear"]["bias"])[:, 0], state
+        for number, layer in enumerate(params[1:], start=1):
+            if number == self._cut and self._message is not None:
+                wire, state = self._message.encode(jax.lax.stop_gradient(x), state)
+                x = jnp.where(self._message.decode(wire, x) != 0, x, 0)
+            if "linear" not in layer:
+                x = interact(x)
+                continue
+            x = x @ layer["linear"]["kernel"] + layer["linear"]["bias"][None]
+            x = x[:, 0] if number == len(params) - 1 else jax.nn.relu(x)
+        return x, state
 
     def _trained(self, params: list, rows: dict, rates) -> tuple:
         """The weights after all steps of `rows`, each `[steps, copies, microbatch, ...]`, and the losses.
@@ -208,17 +228,16 @@ class Run:
             for copy in range(MICROBATCHES):
                 given = params, batch["inputs"][copy], batch["labels"][copy], message
                 (value, message), gradient = jax.value_and_grad(loss, has_aux=True)(*given)
-                sent, states[copy] = self._transform.update(gradient[1:], states[copy])
-                gradients.append([gradient[0], *sent])
+                sent, states[copy] = self._transform.update(gradient[self._cut :], states[copy])
+                gradients.append([*gradient[: self._cut], *sent])
                 losses.append(value)
             moved = jax.tree.map(lambda p, *g: p - rate * sum(g) / MICROBATCHES, params, *gradients)
             return (moved, tuple(states), message), sum(losses) / MICROBATCHES
 
-        states = (self._transform.init(params[1:]),) * MICROBATCHES
+        states = (self._transform.init(params[self._cut :]),) * MICROBATCHES
         message = None
         if self._message is not None:
-            like = jax.ShapeDtypeStruct((ROWS // MICROBATCHES, HISTORY + 1, self.args.dim), jnp.float32)
-            message = self._message.init(like)
+            message = self._message.init(jnp.zeros(()))
         (params, _, message), losses = jax.lax.scan(step, (params, states, message), (rows, rates))
         return params, message, losses
 

@@ -40,6 +40,8 @@ TOO_LONG = (
     "benchmarks/asynchronous_scale.py resnet",
     "benchmarks/asynchronous_scale.py stages",
     "benchmarks/asynchronous_scale.py translation",
+    "benchmarks/compression_link.py",
+    "benchmarks/compression_recommender.py",
     "benchmarks/race.py",
     "--graph",
 )

@@ -317,6 +317,6 @@ def test_delays_and_versions_follow_from_the_table(every, replicas, N):
         assert (-table.by_stage(table.forward_versions()))[:, s].tolist() == want
         assert (-table.by_stage(table.backward_versions()))[:, s].tolist() == want
         assert table.facts().forward_delay[s] == max(want)
-    assert table.updates_in_round.tolist() == [N // period for period in every]
+    assert table.updates_in_round.tolist() == [N // p for p in every]
     assert jpipe.Schedule.from_text(table.to_text(), name="pipedream") == table
     assert math.lcm(*every) <= N
