@@ -95,6 +95,7 @@ def pipeline(num_stages):
     )
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_a_published_model_runs_in_a_pipeline_and_goes_back(num_stages, has_prefix, tmp_path):

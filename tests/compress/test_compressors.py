@@ -228,6 +228,7 @@ def test_only_a_renewed_threshold_sorts():
     assert "top_k" in inside
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("compressor", [Threshold(0.05), TopK(0.05), Threshold(0.3), TopK(0.9), TopK(1.0)])
 def test_the_gradient_is_that_of_a_mask(compressor):
     x, weights = array(), array(1)
@@ -360,6 +361,7 @@ def test_without_error_feedback_nothing_is_kept():
 # -- Replicas
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("name", ALL)
 def test_replicas_get_one_mean(name):
     """Bit for bit the same on all; what each has sent is its error's counterpart."""

@@ -84,6 +84,7 @@ def trained(pipe, family, num_steps=4):
     return np.array(values), jax.tree.map(np.asarray, pipe.get_params(state)), state
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("schedule, num_stages, family, options", CASES, ids=named)
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold", "ignore:.*accumulate")
 def test_training_is_that_of_packed_sums(schedule, num_stages, family, options, monkeypatch):

@@ -122,6 +122,7 @@ def trained(monkeypatch, platform, layers, table, batches, **options):
     return pipe, state, losses
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name,replicas",
     [
@@ -207,6 +208,7 @@ class Normed(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     ["gpipe", pytest.param("pipemare/unit", marks=pytest.mark.exhaustive)],
@@ -294,6 +296,7 @@ def pipeline(**options):
     return jpipe.Pipeline(LAYERS, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=gpipe(2, 2), **options)
 
 
+@pytest.mark.first_case
 def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
     options = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
     target = dataclasses.replace(CPU, compiler_options=options)

@@ -185,7 +185,7 @@ def pair_passes(monkeypatch, platform):
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(TARGETS[platform], pairs_passes=True, pair_options={}))
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("platform, kind, schedule, num_layers, options", PAIRED, ids=str)
 def test_both_passes_in_one_branch(platform, kind, schedule, num_layers, options, monkeypatch):
     pair_passes(monkeypatch, platform)
@@ -278,7 +278,7 @@ def bytes_of_exchanges(num_devices, num_replicas, capacity=None):
     return 2 * rows * D * 4 + counts, 2 * rows * D * 4
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axes, kind, rules",
     [

@@ -47,6 +47,7 @@ def of_layers(pipe, batch):
     return oracles.stages_of_layers(pipe.partition(batch))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("every,replicas,N", CASES, ids=str)
 @pytest.mark.sampled(3, others="exhaustive")
 def test_equals_a_plain_loop(every, replicas, N):
@@ -76,6 +77,7 @@ def test_equals_a_plain_loop(every, replicas, N):
         assert metrics["skipped_updates"].tolist() == [0] * len(every)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +116,7 @@ def test_options_change_no_number(options, monkeypatch):
         assert_close(params[1], params[0], "float64")
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("every,replicas,N", CASES[::3], ids=str)
 def test_the_reference_and_the_emulation_equal_the_pipeline(every, replicas, N):
     with jax.enable_x64(True):

@@ -75,12 +75,14 @@ def check(pipe):
     assert pipe.predict(new, few).shape == (3, 4)
 
 
+@pytest.mark.exhaustive
 def test_a_stage_ends_at_each_mark():
     pipe = pipeline(3, (0, 2))
     assert modules(pipe) == [["blocks.0"], ["blocks.1", "blocks.2"], ["blocks.3", "head"]]
     check(pipe)
 
 
+@pytest.mark.exhaustive
 def test_a_mark_inside_of_a_block_on_several_values():
     pipe = pipeline(2, (), (1,))
     assert modules(pipe) == [["blocks.0", "blocks.1"], ["blocks.1", "blocks.2", "blocks.3", "head"]]

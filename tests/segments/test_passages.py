@@ -73,6 +73,7 @@ def loss(outputs, batch):
     return jnp.mean((outputs - 1) ** 2)
 
 
+@pytest.mark.exhaustive
 def test_a_skip_goes_past_the_stages_that_do_not_read_it():
     x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     batch, model = {"inputs": x}, UNet()

@@ -464,6 +464,7 @@ def test_layers_of_a_list_stay_in_order_and_transfers_count(monkeypatch):
 # -- A state and its cut
 
 
+@pytest.mark.exhaustive
 def test_a_state_keeps_its_cut_in_equal_pipelines_and_files(tmp_path, monkeypatch):
     """Microbatches are in flight, so it must be the same; a pipeline with another cut takes weights."""
     batch = CASES["towers"][1]
