@@ -43,8 +43,8 @@ def for_each_lane(
 
 
 def gradients_of(device: TrainingDevice, operation: str, gradients: Packed) -> Packed:
-    """The packed gradients that an operation updates with."""
-    names = device.spec.updates.gradient_arrays(operation)
+    """The gradients that an operation updates with, packed or apart."""
+    names = device.spec.sums.names(device.spec.updates.gradient_arrays(operation))
     return {name: a for name, a in gradients.items() if name in names}
 
 

@@ -172,7 +172,7 @@ def _squares(
 
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
-        if device.spec.updates_in_every_tick:
+        if device.spec.joins_late:
             gradients = device.spec.sums.joined(gradients)
         totals = []
         for operation in device.spec.updates.by_operation:

@@ -57,9 +57,7 @@ def update(
       arrays: all arrays that an update reads or writes.
     """
     spec = device.spec
-    # Where every tick runs this function, only a branch reads all sums.
-    in_branch = spec.updates_in_every_tick
-    arrays = arrays if in_branch else _joined(spec, arrays)
+    arrays = arrays if spec.joins_late else _joined(spec, arrays)
     for copies in spec.ties:
         arrays = sum_tied_gradients(device, copies, arrays)
     reduction = reduction_of(device, scalars)
@@ -86,7 +84,9 @@ def update(
                 scale=norms.scale,
                 updates=_updates_in_round(device, lane),
             )
-            return _cut(spec, column_update.run(_joined(spec, arrays))) if in_branch else column_update.run(arrays)
+            if not spec.joins_late:
+                return column_update.run(arrays)
+            return _cut(spec, column_update.run(_joined(spec, arrays)))
 
         if spec.lowered.target.loops_in_branches:
             for merged in spec.updates.merged[lane.operation]:
@@ -106,7 +106,7 @@ def update(
     for copies in spec.ties:
         arrays = copy_tied_weights(device, copies, arrays)
     arrays = recast_weights(device, scalars, arrays)
-    arrays = arrays if in_branch else _cut(spec, arrays)
+    arrays = arrays if spec.joins_late else _cut(spec, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
 
 

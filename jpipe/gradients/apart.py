@@ -63,6 +63,14 @@ class ApartSums:
                 cut[_rest(name)] = shape(shapes[name], num_rows, between)
         return cut
 
+    def names(self, packed: Iterable[str]) -> set[str]:
+        """The names of packed arrays, and of the arrays in a state that hold parts of them."""
+        names = set(packed)
+        for name in names & self.arrays.keys():
+            array = self.arrays[name]
+            names |= {_alone(part, row) for part in array.alone for row in range(array.num_rows)} | {_rest(name)}
+        return names
+
     def joined(self, arrays: Packed) -> Packed:
         """The packed arrays of sums, from those of a state."""
         left = dict(arrays)

@@ -22,6 +22,7 @@ def words(tmp_path_factory):
     return recommender.Words(folder, 20)
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("setting", recommender.SETTINGS)
 @pytest.mark.sampled(3, others="exhaustive")
 def test_the_loop_is_the_pipeline(words, setting):

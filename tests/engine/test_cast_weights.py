@@ -104,7 +104,7 @@ def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options,
 UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule, num_stages, options, family",
     [

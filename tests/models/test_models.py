@@ -448,6 +448,7 @@ def modules_of_part(part):
     return own if type(part).__name__.endswith("Part") else [part]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "model, shape, num_layers",

@@ -128,6 +128,7 @@ def test_replicas_that_share_the_update_keep_the_same_numbers():
         np.testing.assert_allclose(found[1][key], value, rtol=1e-4, err_msg=key)
 
 
+@pytest.mark.exhaustive
 def test_layers_of_unlike_delays_can_come_to_one_stage():
     weights, batches = data()
     pipe, other = (pipeline(weights, SCHEDULES.pipedream(S, 1), boundaries=[*range(1, S)]) for S in (3, 2))

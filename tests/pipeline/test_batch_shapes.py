@@ -127,6 +127,7 @@ def test_a_loop_over_buckets_is_the_plain_loop_and_compiles_once_a_bucket(name, 
     assert np.isfinite(evaluated["loss"])
 
 
+@pytest.mark.exhaustive
 def test_an_asynchronous_pipeline_is_flushed_before_another_shape():
     pipe = make(SCHEDULES.pipedream_2bw(2, 4))
     state = pipe.init(KEY, BUCKETS[0])
@@ -207,7 +208,7 @@ OPTIONS = {
 FEW = ("state, draws and a moving loss scale", "compressed gradients", "thresholds of messages", "versions of weights")
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*is not a mean over rows", "ignore:.*bubble")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.exhaustive) for n in OPTIONS])
 def test_a_step_goes_on_as_an_adopted_state(name):
@@ -247,6 +248,7 @@ def pooled(x):  # [B, L, 4] -> [B, 4, 4]
     return x.reshape(x.shape[0], 4, -1, 4).mean(axis=2)
 
 
+@pytest.mark.exhaustive
 def test_weights_that_another_shape_packs_otherwise():
     """At length 4 all layers are of one kind, and their weights lie in other arrays than at length 8."""
     linear = functools.partial(nnx.Linear, 4, 4)

@@ -110,6 +110,7 @@ def rounds_late(table):
     return ticks // table.num_ticks, updates // table.num_ticks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sampled(15)

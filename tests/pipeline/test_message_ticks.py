@@ -198,7 +198,7 @@ def test_the_walk_finds_a_message_that_is_read_too_early():
 # -- What moves, and when
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("overlap", "platform"), [(False, "cpu"), (True, "cpu"), (True, "tpu"), (True, "gpu")])
 @pytest.mark.sampled(2)
 def test_skips_cross_too(overlap, platform, monkeypatch):

@@ -77,7 +77,7 @@ def test_equals_a_plain_loop(every, replicas, N):
         assert metrics["skipped_updates"].tolist() == [0] * len(every)
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,6 +139,7 @@ def test_the_reference_and_the_emulation_equal_the_pipeline(every, replicas, N):
         assert_close(reference.get_params(), pipe.get_params(state), "float64")
 
 
+@pytest.mark.exhaustive
 def test_a_loss_with_weights_is_divided_by_the_weight_of_the_minibatch():
     """The sum over the p microbatches of an update counts N / p times."""
     every, N = (4, 1), 4
@@ -205,6 +206,7 @@ def test_clipping_counts_the_latest_gradients_of_all_stages(every, N):
         assert max(jax.tree.leaves(first(params, unclipped))) > 1e-3  # it clips
 
 
+@pytest.mark.exhaustive
 def test_optimizers_count_the_updates_of_their_stage():
     every, N = (3, 1), 3
     family, table = FAMILIES["mlp"], pipedream(2, N, replicas=every, update_every=every)
@@ -230,6 +232,7 @@ def _counts(pipe, state):
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_not_finite_skips_one_update():
     """A stage that updates after each microbatch loses one update, a stage that updates later all of its sum."""
     N = 4
@@ -250,6 +253,7 @@ def test_a_gradient_that_is_not_finite_skips_one_update():
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(pipe.get_params(state)))
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_and_adopt_take_the_newest_weights(tmp_path):
     """A training goes on in a pipeline of another rhythm, and from a file in its own, to the last bit."""
     every, N = (3, 1), 6

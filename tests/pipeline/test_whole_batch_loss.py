@@ -90,7 +90,7 @@ CASES = {
 FEW = ("2 stages", "replicas")
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=EXHAUSTIVE) for n in CASES])
 @pytest.mark.parametrize("platform", ["cpu", *(pytest.param(p, marks=EXHAUSTIVE) for p in ("gpu", "tpu"))])

@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_compiled_program(axes):
         assert total == sum(e.num_bytes for e in layer.exchanges if e.operation == "backward")
 
 
-@pytest.mark.first_case
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("P", [2, 4])
 def test_bytes_of_experts_are_the_formula(P):
     """With capacity 1 each device hands its choices to the exchange, and keeps 1 of P: there, and back."""

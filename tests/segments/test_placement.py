@@ -265,6 +265,7 @@ class Auxiliary(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.exhaustive
 def test_evaluation_may_lack_products_of_training():
     def with_second(outputs, batch, *, reported):
         return loss(outputs, batch) + reported["second"]
@@ -304,6 +305,7 @@ class Marked(Uneven):
         return jpipe.stage_end(super().__call__(jpipe.stage_end(inputs), other))
 
 
+@pytest.mark.first_case
 @pytest.mark.parametrize("make", [Uneven, Marked])
 @pytest.mark.parametrize(("factor", "is_chain"), [(1.0, False), (2.0, True)])
 def test_the_better_cut_as_measured_is_chosen(make, factor, is_chain, monkeypatch):
@@ -426,6 +428,7 @@ def test_nodes_are_few_and_in_an_order_in_which_they_can_run():
     assert placement.num_ideals(merged, placement.MOST_IDEALS) is not None
 
 
+@pytest.mark.exhaustive
 def test_with_too_many_orders_it_takes_one_and_says_so(monkeypatch):
     monkeypatch.setattr(placement, "MOST_IDEALS", 1)
     batch = CASES["towers"][1]

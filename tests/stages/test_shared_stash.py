@@ -176,6 +176,7 @@ def test_stages_of_unlike_lengths_share_a_program():
     check(in_layers(jpipe.schedules.one_f_one_b(4, N), boundaries=(2, 3, 5)), False)
 
 
+@pytest.mark.exhaustive
 def test_predictions_and_the_timeline_count_it_once():
     pipe = in_layers(schedule_named("zero_bubble_h1", 2, N))
     none = types.SimpleNamespace(temp_size_in_bytes=0)

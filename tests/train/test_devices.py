@@ -41,6 +41,7 @@ def test_the_second_run_loads_what_the_first_has_compiled(tmp_path):
     assert run(folder) == ["3.0", "True"]
 
 
+@pytest.mark.exhaustive
 def test_an_entry_that_a_killed_run_has_left_incomplete_is_replaced(tmp_path):
     run(tmp_path)
     entries = {path: path.read_bytes() for path in tmp_path.glob("*-cache")}

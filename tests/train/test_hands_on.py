@@ -41,6 +41,7 @@ def test_the_exercise_is_the_answer_with_gaps():
     assert "gpipe(" not in exercise and ".step(" not in exercise
 
 
+@pytest.mark.exhaustive
 def test_the_answer_runs(capsys):
     from train.hands_on import answer
 
