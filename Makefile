@@ -3,7 +3,7 @@
 #
 #   make train          the quickstart: trains on real digits, about two minutes
 #   make train CONFIG=configs/gpt_1f1b.py ARGS=--config.num_steps=100
-#   make test           the tests, about 25 minutes on two cores
+#   make test           the tests, about 8 minutes on two cores
 #   make test-all       also longer tests and more cases, about 50 minutes
 #   make test-slow      the tests that take minutes each, all other cases, every printed command: hours
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
