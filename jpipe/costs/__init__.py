@@ -157,14 +157,14 @@ def shards(program: Program) -> list[ShardRecord]:
     settings, mesh = program.settings, program.settings.mesh
     uses: dict[str, list] = {use: [] for use in SHARDED_USES}
     for array, group in program.engine.layout.arrays():
-        if array.use in uses:
+        if array.use in uses and jax.tree.leaves(group.shapes):
             uses[array.use].append(group)
     records = []
     for use, groups in uses.items():
         leaves = jax.tree.leaves([group.shapes for group in groups])
         numbers = sum(math.prod(a.shape) for a in leaves)
         by_engine = {STAGE}
-        if all(group.held is OnReplicas.PART for group in groups):
+        if groups and all(group.held is OnReplicas.PART for group in groups):
             by_engine.add(DATA)
         split = {axis: 1.0 for axis in mesh.shape if axis in by_engine and numbers}
         for axis in mesh.shape:
