@@ -172,8 +172,7 @@ def _squares(
 
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
-        if device.spec.joins_late:
-            gradients = device.spec.sums.joined(gradients)
+        gradients = device.spec.late_sums.joined(gradients)
         totals = []
         for operation in device.spec.updates.by_operation:
             operation_gradients = gradients_of(device, operation, gradients)

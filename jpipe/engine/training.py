@@ -228,15 +228,20 @@ class TrainingPass(PassSpec):
         leaves = ((place, i) for run in runs for place in run.gradient_places for i in range(run.longest))
         return apart_sums(leaves, shapes)
 
-    @property
-    def joins_late(self) -> bool:
-        """True if an update joins sums that lie apart in the branches that read all of them, and not when it begins.
+    @functools.cached_property
+    def late_sums(self) -> ApartSums:
+        """Those of `sums` that an update joins in the branches that read all of them.
 
         Means over replicas do not need them joined: an array is as good as a part of one.
         """
         plain = self.communication.compress_gradients is None and not self.shares_updates
         plain = plain and not self.stages.ties and not self.schedule.has_copies
-        return plain and (self.num_replicas == 1 or not self.sums.has_rows)
+        return self.sums if plain and (self.num_replicas == 1 or not self.sums.has_rows) else ApartSums()
+
+    @property
+    def early_sums(self) -> ApartSums:
+        """Those of `sums` that an update joins when it begins."""
+        return ApartSums() if self.late_sums.arrays else self.sums
 
     @functools.cached_property
     def branches(self) -> list[tuple[int, int]]:

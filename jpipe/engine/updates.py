@@ -20,7 +20,7 @@ from jpipe.engine.lanes import for_each_lane, run_program
 from jpipe.engine.norms import gradient_norms
 from jpipe.engine.reductions import reduction_of
 from jpipe.engine.ties import copy_tied_weights, sum_tied_gradients
-from jpipe.engine.training import TrainingPass
+from jpipe.gradients.apart import ApartSums
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 
@@ -57,7 +57,7 @@ def update(
       arrays: all arrays that an update reads or writes.
     """
     spec = device.spec
-    arrays = arrays if spec.joins_late else _joined(spec, arrays)
+    arrays = _joined(spec.early_sums, arrays)
     for copies in spec.ties:
         arrays = sum_tied_gradients(device, copies, arrays)
     reduction = reduction_of(device, scalars)
@@ -84,9 +84,7 @@ def update(
                 scale=norms.scale,
                 updates=_updates_in_round(device, lane),
             )
-            if not spec.joins_late:
-                return column_update.run(arrays)
-            return _cut(spec, column_update.run(_joined(spec, arrays)))
+            return _cut(spec.late_sums, column_update.run(_joined(spec.late_sums, arrays)))
 
         if spec.lowered.target.loops_in_branches:
             for merged in spec.updates.merged[lane.operation]:
@@ -106,18 +104,18 @@ def update(
     for copies in spec.ties:
         arrays = copy_tied_weights(device, copies, arrays)
     arrays = recast_weights(device, scalars, arrays)
-    arrays = arrays if spec.joins_late else _cut(spec, arrays)
+    arrays = _cut(spec.early_sums, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
 
 
-def _joined(spec: TrainingPass, arrays: Record) -> Record:
-    """The arrays with packed sums, which updates read: see `ApartSums`."""
-    return arrays.replace(gradients=spec.sums.joined(arrays.gradients))
+def _joined(sums: ApartSums, arrays: Record) -> Record:
+    """The arrays with packed sums, which updates read."""
+    return arrays.replace(gradients=sums.joined(arrays.gradients))
 
 
-def _cut(spec: TrainingPass, arrays: Record) -> Record:
+def _cut(sums: ApartSums, arrays: Record) -> Record:
     """The arrays with sums as a state holds them."""
-    return arrays.replace(gradients=spec.sums.cut(arrays.gradients))
+    return arrays.replace(gradients=sums.cut(arrays.gradients))
 
 
 def _updates_in_round(device: TrainingDevice, lane: LaneScalars) -> jax.Array | None:

@@ -308,8 +308,8 @@ def _split_backward(backward: Equations, residuals: Residuals, num_gradients: in
     def known_after(outputs: Sequence) -> set:
         return {v for eqn in backward.slice(backward.inputs, outputs, effects=True).equations for v in eqn.outvars}
 
-    at_hand = {*residuals.inputs, *output_grads, *known_after(input_grads)}
-    computed = known_after((*input_grads, *_summed_early(backward, at_hand, parameter_grads)))
+    computed = known_after(input_grads)
+    computed |= known_after(_summed_early(backward, {*backward.inputs, *computed}, parameter_grads))
     # Under a policy the backward may compute values from the parameters alone. The second half
     # computes these again rather than receive them.
     varying = backward.depending_on([*residuals.varying_inputs, *output_grads])
@@ -334,15 +334,19 @@ def _summed_early(backward: Equations, at_hand: set, gradients: Sequence) -> lis
       at_hand: the variables that the input-gradient half has anyway.
       gradients: the parameter gradients.
     """
-    slices = {v: backward.slice(tuple(at_hand), (v,)) for v in dict.fromkeys(variables(gradients)) if v not in at_hand}
-    needed = {
-        v: set(variables(a for eqn in part.equations for a in eqn.invars)) & at_hand for v, part in slices.items()
-    }
-    light = [v for v, part in slices.items() if all(eqn.primitive.name in _LIGHT for eqn in part.equations)]
-    kept = {a for v in slices if v not in light for a in needed[v]}
+    needed: dict[Any, set] = {v: {v} for v in at_hand}
+    heavy: set = set()
+    for eqn in backward.equations:
+        if at_hand.isdisjoint(eqn.outvars):
+            reads = variables(eqn.invars)
+            needed |= dict.fromkeys(eqn.outvars, set().union(*(needed.get(v, ()) for v in reads)))
+            if eqn.primitive.name not in _LIGHT or not heavy.isdisjoint(reads):
+                heavy.update(eqn.outvars)
+    left = [v for v in dict.fromkeys(variables(gradients)) if v not in at_hand]
+    kept = {a for v in left if v in heavy for a in needed[v]}
     early = []
-    for v in light:
-        if num_bytes(a.aval for a in needed[v] - kept) > num_bytes([v.aval]):
+    for v in left:
+        if v not in heavy and num_bytes(a.aval for a in needed[v] - kept) > num_bytes([v.aval]):
             early.append(v)
         else:
             kept |= needed[v]

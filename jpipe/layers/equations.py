@@ -117,11 +117,12 @@ class Equations:
           effects: whether to keep equations with side effects, such as `jax.debug.print`, although
             no output needs them.
         """
-        needed, kept = set(variables(outputs)) - set(inputs), []
+        given, kept = set(inputs), []
+        needed = set(variables(outputs)) - given
         for eqn in reversed(self.equations):
             if needed.intersection(eqn.outvars) or (effects and eqn.effects):
                 needed.difference_update(eqn.outvars)
-                needed.update(set(variables(eqn.invars)) - set(inputs))
+                needed.update(set(variables(eqn.invars)) - given)
                 kept.append(eqn)
         constants = {v: c for v, c in self.constants.items() if v in needed}
         assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs of the slice"

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
 
+from jpipe.layers.avals import cast, is_real
 from jpipe.layers.equations import variables
 from jpipe.segments.passages import passages
 from jpipe.segments.places import CutPlace, DataFlow, Roles
@@ -140,9 +140,11 @@ class SegmentProgram:
         """
         activation, *popped = args
         data = jax.tree.leaves(activation) if self._is_first or len(self.ports.data) != 1 else [activation]
+        # Between layers activations have the compute dtype. A model may widen them, as a quotient by a number in
+        # float32 does, and the equations after it take no other dtype.
+        ports = (*self.ports.data, *self.ports.pop.values())
         entering = [
-            _as_traced(v, a)
-            for v, a in zip((*self.ports.data, *self.ports.pop.values()), (*data, *popped), strict=True)
+            cast(a, v.aval.dtype) if is_real(v.aval) else a for v, a in zip(ports, (*data, *popped), strict=True)
         ]
         results = iter(self.program(*parameters, *state, *keys, *entering))
         passed_on = list(itertools.islice(results, len(self.ports.passed_on)))
@@ -154,17 +156,6 @@ class SegmentProgram:
         else:
             outputs = passed_on[0] if len(passed_on) == 1 else tuple(passed_on)
         return (outputs, *stashed) if stashed else outputs, reported, written
-
-
-def _as_traced(variable: Any, value: jax.Array) -> jax.Array:
-    """A value in the dtype that it has in the trace.
-
-    Between layers activations have the compute dtype. A model may widen them, as a quotient by a number in float32
-    does, and the equations after it take no other dtype.
-    """
-    dtype = variable.aval.dtype
-    is_real = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(value.dtype, jnp.floating)
-    return value.astype(dtype) if is_real else value
 
 
 def owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:

@@ -296,11 +296,9 @@ def pipeline(**options):
     return jpipe.Pipeline(LAYERS, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=gpipe(2, 2), **options)
 
 
-@pytest.mark.first_case
-def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
-    options = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
-    target = dataclasses.replace(CPU, compiler_options=options)
-    monkeypatch.setitem(TARGETS, "cpu", target)
+@pytest.fixture
+def passed(monkeypatch):
+    """The compiler options of each call of `jax.jit`."""
     passed, jit = [], jax.jit
 
     def recorded(function=None, **options):
@@ -308,6 +306,14 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
         return jit(function, **options)
 
     monkeypatch.setattr(jax, "jit", recorded)
+    return passed
+
+
+@pytest.mark.first_case
+def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch, passed):
+    options = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
+    target = dataclasses.replace(CPU, compiler_options=options)
+    monkeypatch.setitem(TARGETS, "cpu", target)
     batch = {name: np.ones((4, DIM), np.float32) for name in ("inputs", "targets")}
     pipe = pipeline(compiler_options={"xla_cpu_enable_fast_math": False})
     pipe.compile(batch)
@@ -330,19 +336,12 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
         ({}, {"schedule": pipedream(2, 4, replicas=(2, 1))}, False, True),  # copies of a stage add up in a tick
     ],
 )
-def test_collectives_in_branches_are_recorded(monkeypatch, mesh, options, crosses, wanted):
+def test_collectives_in_branches_are_recorded(monkeypatch, passed, mesh, options, crosses, wanted):
     """Only where there are any, and where CUDA can."""
     if crosses:
         monkeypatch.setattr(training, "stays_in_slices", lambda mesh, axes: False)
     target = dataclasses.replace(CPU, collective_options={"xla_cpu_enable_fast_math": False})
     monkeypatch.setitem(TARGETS, "cpu", target)
-    passed, jit = [], jax.jit
-
-    def recorded(function=None, **options):
-        passed.append(options.get("compiler_options"))
-        return jit(function, **options)
-
-    monkeypatch.setattr(jax, "jit", recorded)
     layers = [functools.partial(nnx.Linear, DIM, DIM)] * 4
     batch = {name: np.ones((4, DIM), np.float32) for name in ("inputs", "targets")}
     options = dict(options)
