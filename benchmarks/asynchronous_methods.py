@@ -251,13 +251,13 @@ def delays_of(num_layers: int, S: int) -> np.ndarray:
 
 
 class Trainer:
-    """A method at the delays of S stages, compiled once."""
+    """A method at the delays of S stages, or at one delay of every layer, compiled once."""
 
-    def __init__(self, task: Task, data: dict, method: Method, S: int):
+    def __init__(self, task: Task, data: dict, method: Method, S: int, delay: int | None = None):
         self.task, self.data = task, data
         self.first_states: dict[int, jpipe.PipelineState] = {}
         layers = task.model.layers()
-        late = delays_of(len(layers), S)
+        late = delays_of(len(layers), S) if delay is None else np.full(len(layers), delay)
         config = optimizer_config(method, task.num_steps)
 
         def optimizer(learning_rate: Any) -> optax.GradientTransformation:
