@@ -188,15 +188,15 @@ class PassSpec(abc.ABC):
             f"skip{i}": [tuple(itertools.chain(*portal.codecs.values()))] for i, portal in enumerate(stages.portals)
         }
 
-    def _find_routes(self, gradients: Packing | None) -> list[tuple[Route, Packing]]:
-        """`routes`, with messages of backwards if `gradients` is their packing."""
+    def _find_routes(self, forward_only: bool) -> list[tuple[Route, Packing]]:
+        """`routes`, without messages of backwards if nothing runs backward."""
         stages = self.stages
         codecs = itertools.chain(*itertools.chain(*self._message_codecs().values()))
         return find_routes(
             stages.num_stages,
-            stages.activations,
-            gradients,
+            stages.messages,
             stages.portals,
+            forward_only=forward_only,
             kept=any(codec.compression.is_sparse for codec in codecs),
         )
 
@@ -276,7 +276,7 @@ class ForwardPass(PassSpec):
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
         """See `PassSpec`."""
-        return self._find_routes(None)
+        return self._find_routes(forward_only=True)
 
     @functools.cached_property
     def packings(self) -> StatePackings:

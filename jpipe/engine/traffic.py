@@ -52,7 +52,7 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
     stages = engine.stages
     plain = find_routes(
         stages.num_stages,
-        *pack_messages([_uncompressed(codecs) for codecs in stages.codecs]),
+        pack_messages([_uncompressed(codecs) for codecs in stages.codecs]),
         [_plain_portal(portal) for portal in stages.portals],
     )
     packings: dict[str, Packing] = {route.inbox: pack for route, pack in plain}
@@ -66,6 +66,7 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
         )
         for route, pack in engine.routes
         for source, target in route.target.items()
+        if source != target  # what a sender keeps does not travel
     ]
     for s in range(stages.num_stages):
         number = len(engine.lowered.copies[s]) * engine.num_replicas
@@ -114,8 +115,7 @@ def _uncompressed(codecs: Any) -> tuple[LeafCodec, ...]:
 def _plain_portal(portal: Any) -> Any:
     """A portal whose packings hold its leaves without compression."""
     codecs = [c for cs in portal.codecs.values() for c in _uncompressed(cs)]
-    activations, gradients = pack_messages([codecs])
-    return dataclasses.replace(portal, activations=activations, gradients=gradients)
+    return dataclasses.replace(portal, packings=pack_messages([codecs]))
 
 
 # -- In a step

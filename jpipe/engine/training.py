@@ -84,7 +84,7 @@ class TrainingPass(PassSpec):
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
         """See `PassSpec`."""
-        return self._find_routes(self.stages.gradients)
+        return self._find_routes(forward_only=False)
 
     def counters(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Takes the counters out of the arrays of a state. The random key gets the type that a pass takes."""

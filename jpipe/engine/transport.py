@@ -28,8 +28,8 @@ from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Channel
 from jpipe.lowering.tick_scalars import TickScalars
 from jpipe.mesh import STAGE
-from jpipe.stages.codecs import LeafCodec, is_gradient, state_key
-from jpipe.stages.messages import with_gradients
+from jpipe.stages.codecs import LeafCodec, is_gradient, state_key, support_inbox
+from jpipe.stages.messages import MessageParts, with_gradients
 
 SENT = {"forward": "sent_activations", "backward": "sent_gradients"}
 """Operation -> the array of `TickArrays` that it sends from."""
@@ -129,6 +129,7 @@ class MessageEnd(NamedTuple):
       inbox: the inbox of the message.
       codecs: the codecs of its leaves; if it has gradients, of the leaves of the activation that have one.
       places: the places of the wires in the message.
+      support_places: those of the part of the wires of activations that their sender keeps, in an inbox of its own.
       first: number of the first leaf in the message.
     """
 
@@ -136,20 +137,31 @@ class MessageEnd(NamedTuple):
     inbox: str
     codecs: Sequence[LeafCodec]
     places: Sequence[packing.Place]
+    support_places: Sequence[packing.Place]
     first: int = 0
 
     def wires(self, read: TickArrays) -> list[list[jax.Array]]:
         """The wires of each leaf that have arrived."""
-        slot = [self.stage.scalars.slot(self.inbox)]
-        places, wires = iter(self.places), []
-        for codec in self.codecs:
-            leaf_places = itertools.islice(places, len(codec.wire(self._gradient)))
-            wires.append(packing.read_all(read.inbox[self.inbox], list(leaf_places), slot))
-        return wires
+        lengths = [len(codec.wire(self._gradient)) for codec in self.codecs]
+        return self._read(read, self.inbox, self.places, lengths)
 
     def arrived(self, read: TickArrays) -> list[jax.Array]:
         """The leaves that have arrived."""
-        return [codec.decode(wire, self._gradient) for codec, wire in zip(self.codecs, self.wires(read), strict=True)]
+        wires = self.wires(read)
+        if not self._gradient:
+            return [codec.decode(wire) for codec, wire in zip(self.codecs, wires, strict=True)]
+        lengths = [len(codec.support_wire()) for codec in self.codecs]
+        supports = self._read(read, support_inbox(self.inbox), self.support_places, lengths)
+        return [codec.decode(*parts) for codec, *parts in zip(self.codecs, wires, supports, strict=True)]
+
+    def _read(
+        self, read: TickArrays, inbox: str, places: Sequence[packing.Place], lengths: Sequence[int]
+    ) -> list[list[jax.Array]]:
+        """Lists of arrays in the slot of an inbox."""
+        if not places:
+            return [[] for _ in lengths]
+        arrays = iter(packing.read_all(read.inbox[inbox], places, [self.stage.scalars.slot(inbox)]))
+        return [list(itertools.islice(arrays, length)) for length in lengths]
 
     def send(
         self,
@@ -169,6 +181,7 @@ class MessageEnd(NamedTuple):
         states = read if "message_compression" in read else written
         kept: dict[str, Any] = dict(states.message_compression)
         wires: list[jax.Array] = []
+        supports: list[jax.Array] = []
         for i, (codec, value) in enumerate(zip(self.codecs, values, strict=True)):
             first_state = jax.eval_shape(functools.partial(codec.first_state, self._gradient))
             key = state_key(self.inbox, self.first + i, first_state)
@@ -177,18 +190,27 @@ class MessageEnd(NamedTuple):
                 wire, state = codec.encode_gradient(value, state, arrived[i])
             else:
                 wire, state = codec.encode(value, state)
+                supports += codec.support(wire)
             wires += wire
             if key in kept:
                 (chunk,) = self.stage.column("message_compression")(key)
                 kept[key] = jax.tree.map(lambda a, b, chunk=chunk: put_row(a, b, chunk), kept[key], state)
         if "message_compression" in written:
             written = written.replace(message_compression=kept)
-        lane, spec = self.stage.scalars, self.stage.spec
+        written = self._write(written, self.inbox, self.places, wires)
+        if (support_inbox(self.inbox), self.stage.scalars.lane) in self.stage.spec.lowered.outgoing and supports:
+            written = self._write(written, support_inbox(self.inbox), self.support_places, supports)
+        return written
+
+    def _write(
+        self, written: Written, inbox: str, places: Sequence[packing.Place], wires: Sequence[jax.Array]
+    ) -> Written:
+        """Writes arrays to their places in the lane's message to an inbox."""
+        lane = self.stage.scalars
         name = SENT[lane.operation]
         outputs = getattr(written, name)
-        j = spec.lowered.outgoing.index((self.inbox, lane.lane))
-        message = packing.write_all(outputs[j], self.places, [], wires)
-        return written.replace(**{name: {**outputs, j: message}})
+        j = self.stage.spec.lowered.outgoing.index((inbox, lane.lane))
+        return written.replace(**{name: {**outputs, j: packing.write_all(outputs[j], places, [], wires)}})
 
     @property
     def _gradient(self) -> bool:
@@ -213,10 +235,17 @@ def neighbour_end(stage: StageContext, offset: int, inbox: str) -> MessageEnd:
     stages, num_messages = stage.stages, stage.stages.num_stages - 1
     owners = [s + offset for s in stage.program.stages]
     owner = next(o for o in owners if 0 <= o < num_messages)
-    codecs: Sequence[LeafCodec] = stages.codecs[owner]
+    places = MessageParts(*(packing.places[owner] for packing in stages.messages))
+    return _end(stage, inbox, stages.codecs[owner], places)
+
+
+def _end(
+    stage: StageContext, inbox: str, codecs: Sequence[LeafCodec], places: MessageParts, first: int = 0
+) -> MessageEnd:
+    """The end of a message of activations, or of gradients."""
     if is_gradient(inbox):
-        return MessageEnd(stage, inbox, with_gradients(codecs), stages.gradients.places[owner])
-    return MessageEnd(stage, inbox, codecs, stages.activations.places[owner])
+        return MessageEnd(stage, inbox, with_gradients(codecs), places.gradients, places.supports, first)
+    return MessageEnd(stage, inbox, codecs, places.activations, places.supports, first)
 
 
 # -- Skips
@@ -230,12 +259,9 @@ def _skip_ends(stage: StageContext, end: str, gradient: bool) -> Iterator[tuple[
         inbox = f"skip{i}.gradient" if gradient else f"skip{i}"
         first = 0
         for name in portal.names:
-            codecs, places = portal.codecs[name], portal.places[name]
-            if gradient:
-                codecs = tuple(with_gradients(codecs))
-                places = portal.gradient_places[name]
-            yield name, MessageEnd(stage, inbox, codecs, places, first)
-            first += len(codecs)
+            message_end = _end(stage, inbox, portal.codecs[name], portal.places[name], first)
+            yield name, message_end
+            first += len(message_end.codecs)
 
 
 def arrived_skips(stage: StageContext, read: TickArrays) -> dict[str, list[jax.Array]]:

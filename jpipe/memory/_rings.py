@@ -167,14 +167,13 @@ def _fraction(builder: Builder, column: int, tick: int, layer: int | None) -> fl
 def _message_bytes(builder: Builder, inbox: str, source: int) -> int:
     """Bytes of a message from a stage."""
     stages = builder.stages
-    if inbox in ("activation", "gradient"):
-        is_gradient = inbox == "gradient"
-        pack = stages.gradients if is_gradient else stages.activations
-        return builder.layout.leaf_bytes(pack.places[source - is_gradient], pack.arrays)
-    name, _, gradient = inbox.partition(".")
-    portal = stages.portals[int(name.removeprefix("skip"))]
-    pack = portal.gradients if gradient else portal.activations
-    return builder.layout.leaf_bytes(pack.places[0], pack.arrays)
+    name, _, part = ("activation", "", "gradient") if inbox == "gradient" else inbox.partition(".")
+    if name == "activation":
+        packings, owner = stages.messages, source - (part == "gradient")
+    else:
+        packings, owner = stages.portals[int(name.removeprefix("skip"))].packings, 0
+    pack = {"": packings.activations, "gradient": packings.gradients, "support": packings.supports}[part]
+    return builder.layout.leaf_bytes(pack.places[owner], pack.arrays)
 
 
 def _messages(builder: Builder) -> Iterator[tuple[Any, int, int, int, int, int]]:
@@ -229,7 +228,7 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
         listed = inboxes.setdefault(route.inbox, [])
-        if route.operation == "backward":
+        if route.operation == "backward" or source == target:
             read = builder.at("backward", column, backward, 1.0)
             accesses = [(arrived, "write"), (read, "read")]
             listed.append(builder.block(words, "message", size, arrived, read, accesses, stage=target))

@@ -185,6 +185,8 @@ def stage_costs(
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
     for route, packing in _routes(profile, starts, compress_messages):
         for source, target in route.target.items():
+            if source == target:
+                continue  # what a sender keeps does not travel
             # Of the links between copies, in all replicas, the slowest, because it ends the tick.
             pairs = [pair for pair in itertools.product(copies[source], copies[target]) if pair[0] != pair[1]]
             links = {tuple(number[list(pair), r].tolist()) for pair in pairs for r in range(num_replicas)}
@@ -257,7 +259,7 @@ def _routes(
     """Every kind of message, packed as in the engine."""
     codecs = _codecs(profile, starts, compression)
     portals = find_portals(profile.skips, starts, compression=compression)
-    return find_routes(len(starts) - 1, *pack_messages(codecs), portals, kept=compression.is_sparse)
+    return find_routes(len(starts) - 1, pack_messages(codecs), portals, kept=compression.is_sparse)
 
 
 def predict_memory(

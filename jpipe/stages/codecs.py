@@ -5,8 +5,9 @@
 
 Where a sparse compressor sends some entries of an activation, the receiver knows these entries from the wire,
 and the gradient by the others is 0. So it sends the gradient by the same entries (Gupta et al.,
-arXiv:2010.08899, section 3.2), and keeps the wire until its backward. Other compressors round, and the gradient
-by what is rounded passes as if it was not (a straight-through estimate).
+arXiv:2010.08899, section 3.2), and keeps the wire until its backward. Their places do not travel again: the
+sender keeps the part of its wire that names them, the *support*, in an inbox of its own. Other compressors round,
+and the gradient by what is rounded passes as if it was not (a straight-through estimate).
 """
 
 import functools
@@ -60,7 +61,16 @@ class LeafCodec(NamedTuple):
         if compressor is None:
             return [self.leaf]
         wire = _wire_of(compressor, self.leaf.aval)
-        return [Leaf(wire[name]) for name in sorted(wire)]
+        return [Leaf(wire[name]) for name in self._sent(gradient)]
+
+    def support_wire(self) -> list[Leaf]:
+        """The arrays of the leaf's wire that its sender keeps until the gradient by the leaf arrives without them."""
+        wire = _wire_of(self.compression.activations, self.leaf.aval) if self._support else {}
+        return [Leaf(wire[name]) for name in self._support]
+
+    def support(self, wire: Sequence[jax.Array]) -> list[jax.Array]:
+        """Those of the wire of the leaf."""
+        return [self._named(wire)[name] for name in self._support]
 
     def first_state(self, gradient: bool = False) -> Any:
         """The state of the compressor, before the first message."""
@@ -88,20 +98,22 @@ class LeafCodec(NamedTuple):
             support = sparse.support(self._named(arrived))
             wire = sparse.encode_at(x, support)
             if compressor is None:
-                return _in_order(wire), state
+                return [wire[name] for name in self._sent(gradient=True)], state
             x = sparse.decode(wire, self.leaf.aval)
         if compressor is None:
             return [x], state
         wire, state = compressor.encode(x, state)
         return _in_order(wire), state
 
-    def decode(self, wire: Sequence[jax.Array], gradient: bool = False) -> jax.Array:
-        """Decodes the leaf, or its gradient."""
+    def decode(self, wire: Sequence[jax.Array], support: Sequence[jax.Array] | None = None) -> jax.Array:
+        """Decodes the leaf, or its gradient, for which `support` is what the sender of the leaf has kept."""
+        gradient = support is not None
         compressor = self._compressor(gradient)
         if compressor is None:
             (x,) = wire
             return x
-        return compressor.decode(self._named(wire, gradient), self.leaf.aval)
+        kept = zip(self._support, support or (), strict=True) if gradient else ()
+        return compressor.decode({**self._named(wire, gradient), **dict(kept)}, self.leaf.aval)
 
     def _compressor(self, gradient: bool) -> Compressor | None:
         activations, gradients = self.compression
@@ -109,11 +121,23 @@ class LeafCodec(NamedTuple):
             return activations
         return gradients
 
-    def _named(self, wire: Sequence[jax.Array], gradient: bool = False) -> dict[str, jax.Array]:
+    @property
+    def _support(self) -> Sequence[str]:
+        """The names of `support_wire`."""
+        sparse, gradients = self.compression
+        if gradients is not None or not isinstance(sparse, SparseCompressor):
+            return ()
+        return _support_of(sparse, self.leaf.aval)
+
+    def _sent(self, gradient: bool) -> list[str]:
+        """The names of `wire`."""
         compressor = self._compressor(gradient)
         assert compressor is not None
-        names = sorted(_wire_of(compressor, self.leaf.aval))
-        return dict(zip(names, wire, strict=True))
+        kept = self._support if gradient else ()
+        return [name for name in sorted(_wire_of(compressor, self.leaf.aval)) if name not in kept]
+
+    def _named(self, wire: Sequence[jax.Array], gradient: bool = False) -> dict[str, jax.Array]:
+        return dict(zip(self._sent(gradient), wire, strict=True))
 
 
 def codecs_of(leaves: Sequence[Leaf], compression: MessageCompression, what: str) -> tuple[LeafCodec, ...]:
@@ -182,9 +206,27 @@ def is_gradient(inbox: str) -> bool:
     return inbox.endswith("gradient")
 
 
+def support_inbox(inbox: str) -> str:
+    """The inbox in which the sender of an activation keeps its support, by the inbox of the activation or its gradient.
+
+    Example:
+      >>> support_inbox("activation"), support_inbox("gradient"), support_inbox("skip0.gradient")
+      ('activation.support', 'activation.support', 'skip0.support')
+    """
+    activation = "activation" if inbox == "gradient" else inbox.removesuffix(".gradient")
+    return f"{activation}.support"
+
+
 @functools.cache
 def _wire_of(compressor: Compressor, like: jax.ShapeDtypeStruct) -> Mapping[str, jax.ShapeDtypeStruct]:
     return compressor.wire_of(like)
+
+
+@functools.cache
+def _support_of(compressor: SparseCompressor, like: jax.ShapeDtypeStruct) -> Sequence[str]:
+    """The arrays of a wire that name entries; none if the wire has all entries."""
+    wire = _wire_of(compressor, like)
+    return sorted(set(wire) & set(jax.eval_shape(compressor.support, wire)))
 
 
 def _in_order(wire: Mapping[str, jax.Array]) -> list[jax.Array]:

@@ -46,7 +46,7 @@ from jpipe.stages.layer_leaves import (
     to_host,
     with_device_dim,
 )
-from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
+from jpipe.stages.messages import MessageParts, Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shared_stash import SharedStashes, SharedValue
@@ -170,8 +170,7 @@ class Stages:
       carry, carry_gradient: the packings of what goes from slice to slice, and of the gradient by it.
       vectors: the leaves that lie in vectors, and the updates of these vectors.
       codecs: `[S - 1]`, the codec of each output leaf of a stage for the next stage.
-      activations: the packing of messages; owner s is the message from stage s to stage s + 1.
-      gradients: the packing of the gradients of messages.
+      messages: the packings of messages; owner s is the message from stage s to stage s + 1.
       portals: the direct messages of skips between stages.
       values: the split of the values between layers over automatic axes of the mesh.
       ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
@@ -201,8 +200,7 @@ class Stages:
     carry_gradient: Packing
     vectors: Vectors
     codecs: Sequence[tuple[LeafCodec, ...]]
-    activations: Packing
-    gradients: Packing
+    messages: MessageParts[Packing]
     values: ValueSplit
     portals: Sequence[Portal] = ()
     ties: Sequence[Sequence[tuple[int, int]]] = ()
@@ -354,7 +352,6 @@ def cut(
         )
         for s, leaves in enumerate(outputs)
     ]
-    activations, gradients = pack_messages(codecs)
     return Stages(
         layers=layers,
         layer_kinds=traced.layer_kinds,
@@ -369,8 +366,7 @@ def cut(
         **packings,
         vectors=vectors,
         codecs=codecs,
-        activations=activations,
-        gradients=gradients,
+        messages=pack_messages(codecs),
         values=traced.values,
         ties=ties,
         portals=find_portals(traced.skips, starts, traced.of_microbatch, compression),

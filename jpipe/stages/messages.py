@@ -4,14 +4,30 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Route, neighbours
 from jpipe.packing import Leaf, Packing, Place
-from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of, support_inbox
+
+T = TypeVar("T")
+
+
+class MessageParts(NamedTuple, Generic[T]):
+    """What a forward sends, what a backward sends back for it, and what the sender keeps in between.
+
+    Attributes:
+      activations: of the wires of activations.
+      gradients: of the wires of their gradients.
+      supports: of the parts of the wires of activations that say by which entries the gradients are.
+    """
+
+    activations: T
+    gradients: T
+    supports: T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,26 +38,20 @@ class Portal:
       source: the stage that stashes the skips.
       target: the stage that pops them.
       names: the skips in the message.
-      activations: the packing of the message; one owner.
-      gradients: the packing of the message of the gradients; one owner.
+      packings: the packings of the message; one owner.
       codecs: skip -> the codec of each of its leaves.
       places: skip -> places of the wires of its leaves.
-      gradient_places: skip -> places of the wires of its leaves' gradients.
     """
 
     source: int
     target: int
     names: tuple[str, ...]
-    activations: Packing
-    gradients: Packing
+    packings: MessageParts[Packing]
     codecs: Mapping[str, tuple[LeafCodec, ...]]
-    places: Mapping[str, tuple[Place, ...]]
-    gradient_places: Mapping[str, tuple[Place, ...]]
+    places: Mapping[str, MessageParts[tuple[Place, ...]]]
 
 
-def pack_messages(
-    messages: Sequence[Sequence[LeafCodec]],
-) -> tuple[Packing, Packing]:
+def pack_messages(messages: Sequence[Sequence[LeafCodec]]) -> MessageParts[Packing]:
     """Packs the messages between neighbours.
 
     If all messages are alike, each array keeps its shape. Messages that differ share flat vectors, and so
@@ -49,14 +59,10 @@ def pack_messages(
 
     Args:
       messages: the codecs of the output leaves of every stage except the last.
-
-    Returns:
-      The packing of the activations, and the packing of their gradients.
     """
     alike = len(set(map(tuple, messages))) <= 1
-    occupancy = 0.5 if alike else np.inf
-    wires, gradient_wires = ([_wires(codecs, gradient) for codecs in messages] for gradient in (False, True))
-    return Packing.of(wires, occupancy), Packing.of(gradient_wires, occupancy)
+    wires = MessageParts(*zip(*map(_wires, messages), strict=True)) if messages else MessageParts((), (), ())
+    return MessageParts(*(Packing.of(leaves, 0.5 if alike else np.inf) for leaves in wires))
 
 
 def with_gradients(codecs: Sequence[LeafCodec]) -> list[LeafCodec]:
@@ -64,10 +70,13 @@ def with_gradients(codecs: Sequence[LeafCodec]) -> list[LeafCodec]:
     return [codec for codec in codecs if is_inexact(codec.leaf.aval)]
 
 
-def _wires(codecs: Sequence[LeafCodec], gradient: bool) -> list[Leaf]:
+def _wires(codecs: Sequence[LeafCodec]) -> MessageParts[list[Leaf]]:
     """The wires of a message."""
-    sent = with_gradients(codecs) if gradient else codecs
-    return [leaf for codec in sent for leaf in codec.wire(gradient)]
+    return MessageParts(
+        [leaf for codec in codecs for leaf in codec.wire()],
+        [leaf for codec in with_gradients(codecs) for leaf in codec.wire(gradient=True)],
+        [leaf for codec in codecs for leaf in codec.support_wire()],
+    )
 
 
 def find_portals(
@@ -94,67 +103,64 @@ def find_portals(
         codecs = {
             name: codecs_of([leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`") for name in names
         }
-        activations, places = _pack_skips(codecs, gradient=False)
-        gradients, gradient_places = _pack_skips(codecs, gradient=True)
-        portals.append(
-            Portal(
-                source,
-                target,
-                tuple(names),
-                activations,
-                gradients,
-                codecs,
-                places,
-                gradient_places,
-            )
-        )
+        packings, places = _pack_skips(codecs)
+        portals.append(Portal(source, target, tuple(names), packings, codecs, places))
     return portals
 
 
 def _pack_skips(
-    codecs: Mapping[str, Sequence[LeafCodec]], gradient: bool
-) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
+    codecs: Mapping[str, Sequence[LeafCodec]],
+) -> tuple[MessageParts[Packing], dict[str, MessageParts[tuple[Place, ...]]]]:
     """Packs one message of all skips. Returns also skip -> places of the wires of its leaves."""
-    wires = {name: _wires(skip_codecs, gradient) for name, skip_codecs in codecs.items()}
-    packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
-    places = iter(packing.places[0])
-    return packing, {name: tuple(itertools.islice(places, len(leaves))) for name, leaves in wires.items()}
+    packings = pack_messages([[*itertools.chain(*codecs.values())]])
+    unread = [iter(packing.places[0]) for packing in packings]
+    places = {}
+    for name, leaf_codecs in codecs.items():
+        lengths = map(len, _wires(leaf_codecs))
+        places[name] = MessageParts(*(tuple(itertools.islice(*part)) for part in zip(unread, lengths)))
+    return packings, places
 
 
 def find_routes(
     num_stages: int,
-    activations: Packing,
-    gradients: Packing | None,
+    messages: MessageParts[Packing],
     portals: Sequence[Portal],
+    *,
+    forward_only: bool = False,
     kept: bool = False,
 ) -> list[tuple[Route, Packing]]:
     """The kinds of messages, with their packings.
 
     Args:
       num_stages: S.
-      activations: see `Stages`.
-      gradients: see `Stages`; None if nothing runs backward.
+      messages: see `Stages`.
       portals: see `Stages`.
+      forward_only: whether nothing runs backward.
       kept: whether backwards read the activations that have arrived.
 
     Returns:
       The routes of forwards, then those of backwards.
     """
-    backward = () if gradients is None else gradients.arrays
-    to_next, to_previous = neighbours(num_stages, activations.arrays, backward)
-    routes = [(dataclasses.replace(to_next, kept=kept), activations)]
+    to_next, to_previous = neighbours(num_stages, messages.activations.arrays, messages.gradients.arrays)
+    to_next = dataclasses.replace(to_next, kept=kept)
+    forwards, backwards = [(to_next, messages.activations)], [(to_previous, messages.gradients)]
+    supports = [(to_next, messages.supports)]
     for i, portal in enumerate(portals):
-        target, pack = {portal.source: portal.target}, portal.activations
-        route = Route(f"skip{i}", "forward", target, pack.arrays, kept)
-        routes.append((route, pack))
-    if gradients is not None:
-        routes.append((to_previous, gradients))
-        for i, portal in enumerate(portals):
-            target, pack = {portal.target: portal.source}, portal.gradients
-            if pack.arrays:
-                route = Route(f"skip{i}.gradient", "backward", target, pack.arrays)
-                routes.append((route, pack))
-    return routes
+        there, back, support = portal.packings
+        route = Route(f"skip{i}", "forward", {portal.source: portal.target}, there.arrays, kept)
+        forwards.append((route, there))
+        supports.append((route, support))
+        if back.arrays:
+            backwards.append(
+                (Route(f"skip{i}.gradient", "backward", {portal.target: portal.source}, back.arrays), back)
+            )
+    if forward_only:
+        return forwards
+    for route, pack in supports:
+        if pack.arrays:
+            stays = {source: source for source in route.target}
+            forwards.append((Route(support_inbox(route.inbox), "forward", stays, pack.arrays, kept=True), pack))
+    return forwards + backwards
 
 
 def stage_of_layer(starts: Sequence[int], layer: int) -> int:

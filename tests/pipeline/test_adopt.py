@@ -90,7 +90,7 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
     for got, want in zip(jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(params), strict=True):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
-    assert state.program.stages.activations.arrays.keys() == {"bfloat16[8, 8]"}
+    assert state.program.stages.messages.activations.arrays.keys() == {"bfloat16[8, 8]"}
     assert pipe.predict(state, batches[0]).dtype == np.float32
 
 

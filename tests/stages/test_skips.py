@@ -80,7 +80,7 @@ def test_stages_between_never_see_a_skip():
     engine = pipe._program(batch).engine
     (portal,) = engine.stages.portals
     assert (portal.source, portal.target, portal.names) == (0, 3, ("far",))
-    assert engine.stages.activations.num_bytes == 2 * DIM * 4
+    assert engine.stages.messages.activations.num_bytes == 2 * DIM * 4
     ways = [c for c in engine.lowered.channels if "skip0" in c.arrives]
     assert len(ways) == 1 and (0, 3) in ways[0].pairs
 
