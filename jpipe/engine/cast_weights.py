@@ -1,8 +1,9 @@
 """Weights in the dtype that layers compute in, cast once for all microbatches between two updates.
 
-A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. On GPUs the
-casts are kernels of their own, which read four bytes of each weight and write two. So a pass casts all weights when it
-begins, and those of a stage again after its update, if a later tick reads them. The copies are temporaries of the step.
+A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. Some do so
+because of `compute_dtype`, others by themselves, as most modules with a `dtype` do. On GPUs the casts are kernels of
+their own, which read four bytes of each weight and write two. So a pass casts all these weights when it begins, and
+those of a stage again after its update, if a later tick reads them. The copies are temporaries of the step.
 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.
@@ -12,11 +13,12 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe import packing
@@ -24,6 +26,7 @@ from jpipe.engine.arrays import Packed, TickArrays, Written
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import run_lanes
 from jpipe.engine.spec import PassSpec
+from jpipe.layers.avals import is_narrower
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
 from jpipe.packing import Part, Place
 
@@ -117,52 +120,91 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
     """The copies of arrays that layers cast to fewer bytes, by their use."""
-    dtype: Any = spec.numbers.compute_dtype
     return {
-        use: {part.name: part.of(sources[use][part.array]).astype(dtype) for part in parts}
+        use: {part.name: part.of(sources[use][part.array]).astype(dtype) for part, dtype in parts.items()}
         for use, parts in _parts(spec, sources).items()
     }
 
 
-def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[Part]]:
-    """The parts of some arrays that have copies, by the use of the arrays."""
-    dtype = spec.numbers.compute_dtype
-    leaves = _parts_of_leaves(spec) if sources and dtype is not None else {}
+def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, dict[Part, np.dtype]]:
+    """The parts of some arrays that have copies, with the dtypes of these, by the use of the arrays."""
+    parts = parts_with_copies(spec) if sources else {}
     return {
-        use: [
-            part
+        use: {
+            part: dtype
             for name, a in source.items()
-            if dtype is not None
-            and jnp.issubdtype(a.dtype, jnp.floating)
-            and a.dtype.itemsize > dtype.itemsize
-            and not packing.is_on_host(a)
-            for part in leaves.get(name, [Part(name, 0, a.shape[1])])
-        ]
+            if not packing.is_on_host(a)
+            for part, dtype in parts.get(name, {}).items()
+        }
         for use, source in sources.items()
     }
 
 
-def _parts_of_leaves(spec: PassSpec) -> dict[str, list[Part]]:
-    """Name of an array -> a part for each weight that most stages have there, and one in which all others lie.
+class _Weight(NamedTuple):
+    """A weight of a program.
+
+    Attributes:
+      part: where it lies.
+      dtype: the dtype that its layer reads it in.
+      number: the number of stages that have it there.
+      alone: whether it may have a copy of its own.
+    """
+
+    part: Part
+    dtype: np.dtype
+    number: int
+    alone: bool
+
+
+def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
+    """Name of an array -> the parts of it that have copies, with the dtypes of these.
+
+    All weights in a part are read in one dtype, of fewer bytes than that of the array.
+    """
+    weights: dict[str, list[_Weight]] = {}
+    for weight in _weights(spec):
+        weights.setdefault(weight.part.array, []).append(weight)
+    parts: dict[str, dict[Part, np.dtype]] = {}
+    for name, members in weights.items():
+        array = spec.stages.parameters.arrays[name]
+        if not any(is_narrower(weight.dtype, array.dtype) for weight in members):
+            continue
+        alone = [] if spec.lowered.target.loops_in_branches else _parts_of_leaves(members)
+        for part in alone or [Part(name, 0, array.shape[0])]:
+            dtypes = {weight.dtype for weight in members if weight.part.overlaps(part)}
+            if len(dtypes) == 1 and is_narrower(dtype := dtypes.pop(), array.dtype):
+                parts.setdefault(name, {})[part] = dtype
+    return parts
+
+
+def _weights(spec: PassSpec) -> Iterator[_Weight]:
+    """The weights of all programs and vocabulary layers, but for those in host memory."""
+    stages = spec.stages
+    runs = [(run, len(program.stages)) for program in stages.programs for run in program.runs]
+    runs += [
+        (run, 1) for owner in range(stages.num_stages, len(stages.owners)) for _, run, _ in stages.layer_runs(owner)
+    ]
+    for run, number in runs:
+        dtypes = stages.layer_kinds[run.kind].read_dtypes
+        for (place, dtype), i in itertools.product(zip(run.parameters, dtypes, strict=True), range(run.longest)):
+            if place.array and not place.on_host:
+                alone = any(place.spec) or math.prod(place.shape) > SMALL
+                yield _Weight(Part.of_leaf(place, i), dtype, number, alone)
+
+
+def _parts_of_leaves(weights: Sequence[_Weight]) -> list[Part]:
+    """A part for each weight that most stages have there, and one in which all others lie.
 
     No two parts of weights overlap, so the copies of these take no more memory than one of the array would. Weights
     that are read together are in none.
     """
-    if spec.lowered.target.loops_in_branches:
-        return {}
-    holders: dict[str, collections.Counter[Part]] = {}
-    for program in spec.stages.programs:
-        for run in program.runs:
-            for place, i in itertools.product(run.parameters, range(run.longest)):
-                if place.array and not place.on_host and (any(place.spec) or math.prod(place.shape) > SMALL):
-                    counts = holders.setdefault(place.array, collections.Counter())
-                    counts[Part.of_leaf(place, i)] += len(program.stages)
-    parts: dict[str, list[Part]] = {}
-    for name, counts in holders.items():
-        alone: list[Part] = []
-        others: list[Part] = []
-        for part in sorted(counts, key=lambda part: (-counts[part], part)):
-            (others if any(map(part.overlaps, alone)) else alone).append(part)
-        rest = [Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
-        parts[name] = sorted(alone) + rest
-    return parts
+    counts: collections.Counter[Part] = collections.Counter()
+    for weight in weights:
+        if weight.alone:
+            counts[weight.part] += weight.number
+    alone: list[Part] = []
+    others: list[Part] = []
+    for part in sorted(counts, key=lambda part: (-counts[part], part)):
+        (others if any(map(part.overlaps, alone)) else alone).append(part)
+    rest = [Part(others[0].array, min(p.start for p in others), max(p.stop for p in others))] if others else []
+    return sorted(alone) + rest

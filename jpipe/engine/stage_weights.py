@@ -13,7 +13,6 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.cast_weights import SMALL, WeightReader
 from jpipe.engine.context import StageContext
-from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
 from jpipe.mesh import FSDP
 from jpipe.packing import Place
@@ -69,8 +68,7 @@ class StageWeights(NamedTuple):
             return self.weights.read(place, self.stage.version, i)
 
         values = [value(place) for place in run.parameters]
-        dtype = self.stage.spec.numbers.compute_dtype
-        return gathered_along_fsdp(run.parameters, values, dtype)
+        return gathered_along_fsdp(run.parameters, values, self.stage.stages.layer_kinds[run.kind].read_dtypes)
 
     def for_backward(self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched) -> list[jax.Array]:
         """The weights of layer i of a run, then the constants of its state. See `LayerProgram.constants`."""
@@ -81,27 +79,25 @@ class StageWeights(NamedTuple):
 
 
 def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
-    """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
+    """The small weights of all layers in the dtypes that they are cast to; none if this is no GPU.
 
     Layers have many biases and scales, and a GPU starts a kernel for each that is read. XLA joins casts of one size to
     one kernel if they read the result of another kernel, but not if they read an argument of a branch, and it joins no
     reads of what is cast already. So one kernel copies the weights, and a few others cast them.
     """
-    dtype = stage.spec.numbers.compute_dtype
-    if not stage.joins or dtype is None:
+    if not stage.joins:
         return {}
     small: dict[tuple[Place, Any], jax.Array] = {}
     groups: dict[Any, dict] = {}
     for run in stage.program.runs:
-        for place in run.parameters:
+        for place, dtype in zip(run.parameters, stage.stages.layer_kinds[run.kind].read_dtypes, strict=True):
             stored_dtype = arrays[place.array].dtype
             alone = place.on_host or any(place.spec) or stored_dtype == dtype
-            alone = alone or not jnp.issubdtype(stored_dtype, jnp.floating)
             if not alone and math.prod(place.shape) <= SMALL:
                 for i in range(run.longest):
                     value = packing.read(arrays, place, stage.version, i)
-                    groups.setdefault(stored_dtype, {})[place, i] = value
-    for values in groups.values():
+                    groups.setdefault((stored_dtype, dtype), {})[place, i] = value
+    for (_, dtype), values in groups.items():
         ends = np.cumsum([value.size for value in values.values()])[:-1]
         flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
         parts = jnp.split(lax.optimization_barrier(flat), ends)
@@ -112,22 +108,21 @@ def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any
 
 
 def gathered_along_fsdp(
-    places: Sequence[Place], values: Sequence[jax.Array], compute_dtype: np.dtype | None = None
+    places: Sequence[Place], values: Sequence[jax.Array], read_dtypes: Sequence[np.dtype] | None = None
 ) -> list[jax.Array]:
     """Values of the shapes of a layer's parameters, whole along the axis "fsdp" unless the layer reads them in parts.
 
     Args:
       places: the places of the parameters.
       values: one per place.
-      compute_dtype: the dtype that the layer will cast to. Values that are cast before they are gathered are fewer
-        bytes to send.
+      read_dtypes: one per place, the dtype that the layer will cast to. Values that are cast before they are gathered
+        are fewer bytes to send. None: that of each value.
     """
 
-    def gathered(value: jax.Array, place: Place) -> jax.Array:
+    def gathered(value: jax.Array, place: Place, dtype: np.dtype) -> jax.Array:
         if FSDP in place.read_in_parts:
             return packing.split_as(place.spec, value)
-        cast_first = FSDP in packing.axes(place.spec) and is_real(value)
-        dtype = compute_dtype if compute_dtype and cast_first else value.dtype
+        dtype = dtype if FSDP in packing.axes(place.spec) else value.dtype
         return packing.gathered(value.astype(dtype), place.spec, FSDP).astype(value.dtype)
 
-    return list(map(gathered, values, places))
+    return list(map(gathered, values, places, read_dtypes or [value.dtype for value in values]))

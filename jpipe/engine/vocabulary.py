@@ -191,7 +191,9 @@ def _weights(
     """The parameters that the layer reads: this device's part, or the whole."""
     weights = WeightReader.of(device.spec, read, weight_pass)
     parts = [weights.read(place, [lane.row]) for place in layer.places]
-    parts = gathered_along_fsdp(layer.places, parts, device.spec.numbers.compute_dtype)
+    stages = device.spec.stages
+    kind = stages.layer_kinds[stages.kind_of_layer[layer.index]]
+    parts = gathered_along_fsdp(layer.places, parts, kind.read_dtypes)
     return [part if leaf.is_split else whole_of(leaf, part) for leaf, part in zip(layer.leaves, parts, strict=True)]
 
 

@@ -24,6 +24,12 @@ def is_real(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
+def is_narrower(dtype: np.dtype, other: np.dtype) -> bool:
+    """Returns whether both are of real floating-point numbers, and the first one has fewer bytes."""
+    are_real = jnp.issubdtype(dtype, jnp.floating) and jnp.issubdtype(other, jnp.floating)
+    return bool(are_real and dtype.itemsize < other.itemsize)
+
+
 def num_bytes(avals: Iterable) -> int:
     """Bytes of arrays, abstract or not, of numbers or of random keys."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jex
 
-from jpipe.layers.avals import abstract, is_inexact, num_bytes
+from jpipe.layers.avals import abstract, is_inexact, is_narrower, num_bytes
 from jpipe.layers.equations import Equations, contains, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
@@ -189,6 +189,18 @@ class LayerProgram:
         positions = (*self.trained, *(len(self.parameters) + i for i in differentiated))
         depending = self.forward_equations.depending_on(inputs[j] for j in positions)
         return [not depending.isdisjoint(variables([y])) for y in self.forward_equations.outputs[: len(self.outputs)]]
+
+    @functools.cached_property
+    def read_dtypes(self) -> tuple:
+        """For each parameter the dtype that every program reads it in: that of its casts, if it has fewer bytes.
+
+        What a backward reads of parameters is computed by equations of the forward.
+        """
+        casts = map(self.forward_equations.cast_of, self.forward_equations.inputs)
+        return tuple(
+            cast if cast is not None and is_narrower(cast, a.dtype) else a.dtype
+            for a, cast in zip(self.parameters, casts)
+        )
 
     @property
     def values_of_table(self) -> LayerValues:

@@ -65,8 +65,7 @@ def pipeline(schedule, num_stages, mesh=None, family=FAMILY, **options):
         loss=cross_entropy,
         optimizer=optimizer,
         schedule=table,
-        compute_dtype=jnp.float32,
-        **options,
+        **{"compute_dtype": jnp.float32, **options},
     )
 
 
@@ -130,7 +129,7 @@ def test_copies_of_each_weight_are_those_of_all(schedule, num_stages, options, f
         want_losses, want, _ = trained(monkeypatch, False, *case, target=UNROLLED, family=family)
         losses, params, pipe = trained(monkeypatch, True, *case, target=UNROLLED, family=family)
         spec = pipe._program(family.batches(1, 2 * N)[0]).engine
-    assert any(len(parts) > 1 for parts in cast_weights._parts_of_leaves(spec).values())
+    assert any(len(parts) > 1 for parts in cast_weights.parts_with_copies(spec).values())
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     assert_close(params, jax.tree.map(np.asarray, want), "float32")
 
@@ -143,9 +142,16 @@ def test_which_weights_have_copies(monkeypatch):
     def parts_of(widths, num_stages=2, **options):
         layers = [lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs) for n, m in itertools.pairwise(widths)]
         table = jpipe.schedules.gpipe(num_stages, N)
-        pipe = jpipe.Pipeline(layers, loss=lambda y, _: y.mean(), optimizer=optax.sgd(0.1), schedule=table, **options)
+        pipe = jpipe.Pipeline(
+            layers,
+            loss=lambda y, _: y.mean(),
+            optimizer=optax.sgd(0.1),
+            schedule=table,
+            compute_dtype=jnp.bfloat16,
+            **options,
+        )
         spec = pipe._program({"inputs": np.ones((N, widths[0]), np.float32)}).engine
-        ((name, members),) = cast_weights._parts_of_leaves(spec).items()
+        ((name, members),) = cast_weights.parts_with_copies(spec).items()
         (size,) = spec.stages.parameters.arrays[name].shape
         return size, [(part.start, part.stop) for part in members]
 
@@ -159,6 +165,58 @@ def test_which_weights_have_copies(monkeypatch):
     assert [start % 20 for start, _ in alone] == [alone[0][0]] * 3  # in all middle stages, and two in all
     assert {b - a for a, b in alone} == {16} and alone[2][1] <= 60
     assert 40 <= start <= 44 and stop == size  # 48 of either end
+
+
+class Casting(nnx.Module):
+    """A layer that casts its matrix by itself, and may read it as it is, too."""
+
+    def __init__(self, reads_whole=False, *, rngs):
+        self.linear = nnx.Linear(8, 8, dtype="float32", param_dtype="float64", rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(8, "float64"))
+        self.reads_whole = reads_whole
+
+    def __call__(self, x):
+        y = jnp.tanh(self.linear(x)) * self.scale[...].astype("float32")[None]
+        if self.reads_whole:
+            kernel = self.linear.kernel[...]
+            y = y + (1e6 * (kernel - kernel.astype("float32")).sum()).astype("float32")  # nothing, of a copy
+        return x + y + self.scale[...].sum().astype("float32")
+
+
+def casting(*whole):
+    return Family([functools.partial(Casting, reads_whole) for reads_whole in whole], (8,))
+
+
+@pytest.mark.first_case
+@pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.parametrize("target", [CPU, UNROLLED], ids=["rolled", "unrolled"])
+@pytest.mark.parametrize(
+    "schedule, num_stages, options, whole",
+    [
+        ("one_f_one_b", 2, {}, [False] * 4),
+        ("pipedream/unit", 2, {}, [False, False, True, False]),
+        exhaustive("gpipe", 2, {}, [True, False, False, True]),
+        exhaustive("interleaved", 2, {}, [False] * 4),
+        exhaustive("zero_bubble_h1", 2, {"mesh": {"fsdp": 2}}, [False, True, False, False]),
+    ],
+    ids=str,
+)
+def test_layers_that_cast_by_themselves(schedule, num_stages, options, whole, target, monkeypatch):
+    """Their weights have copies where nothing reads them as they are."""
+    for module in (cast_weights, stage_weights):
+        monkeypatch.setattr(module, "SMALL", 8)
+    with jax.enable_x64(True):
+        case = schedule, num_stages, {**options, "compute_dtype": None}
+        want_losses, want, _ = trained(monkeypatch, False, *case, target=target, family=casting(*whole))
+        losses, params, pipe = trained(monkeypatch, True, *case, target=target, family=casting(*whole))
+        spec = pipe._program(casting(*whole).batches(1, 2 * N)[0]).engine
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    assert_close(params, jax.tree.map(np.asarray, want), "float32")
+    # Kernels and biases are cast alone; the scale is cast, and read as it is, in every layer.
+    dtypes = {kind.read_dtypes for kind in spec.stages.layer_kinds}
+    assert {tuple(map(str, d)) for d in dtypes} == {
+        ("float32", "float64" if reads_whole else "float32", "float64") for reads_whole in whole
+    }
 
 
 @pytest.mark.first_case
