@@ -233,19 +233,30 @@ def test_the_compiled_step_gathers_weights_and_no_activations():
     assert re.search(r"f32\[(10,6|6,10)\]\S*.* all-reduce\(", text)
 
 
+class CastingWide(Wide):
+    """A layer whose modules cast by themselves."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        super().__init__(rngs=rngs)
+        self.up.dtype = self.down.dtype = jnp.bfloat16
+
+
 @pytest.mark.exhaustive
-def test_weights_are_cast_before_they_are_gathered():
+@pytest.mark.parametrize(
+    "layer,options", [(Wide, {"compute_dtype": jnp.bfloat16}), (CastingWide, {})], ids=["all", "own"]
+)
+def test_weights_are_cast_before_they_are_gathered(layer, options):
     """XLA for CPUs would gather them in float32 all the same, so this reads the program that it gets."""
     batch = {"inputs": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)}
     found = []
     for fsdp in (1, 2):
         pipe = jpipe.Pipeline(
-            [Wide] * 4,
+            [layer] * 4,
             loss=lambda outputs, batch: jnp.mean(jnp.square(outputs)),
             optimizer=optax.sgd(0.1),
             schedule=jpipe.schedules.gpipe(2, N),
             mesh=jpipe.make_mesh(stage=2, fsdp=fsdp),
-            compute_dtype=jnp.bfloat16,
+            **options,
         )
         state = pipe.init(KEY, batch)
         state, _ = pipe.step(state, batch)
