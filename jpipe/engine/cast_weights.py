@@ -1,4 +1,4 @@
-"""Weights in the dtype that layers compute in, cast once for all microbatches between two updates.
+"""Weights in the form that layers compute with, made once for all microbatches between two updates.
 
 A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. On GPUs the
 casts are kernels of their own, which read four bytes of each weight and write two. So a pass casts all weights when it
@@ -6,13 +6,17 @@ begins, and those of a stage again after its update, if a later tick reads them.
 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.
+
+A weight whose dims a layer reads in another order, as cuDNN reads those of convolutions, has a copy in this order, cast
+or not. XLA would else slice it out of its vector and transpose it, in each pass. Copies of unlike stages are side by
+side on every device, so they may not take more than `MOST` times the bytes of one stage's.
 """
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -29,6 +33,9 @@ from jpipe.packing import Part, Place
 
 SMALL = 2**14
 """The most numbers of a weight that is read together with others."""
+
+MOST = 2
+"""The most bytes of copies in another order, in those that the stage with most of them reads."""
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -62,7 +69,7 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
             (number,) = lead(part.array)
             array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
             old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, part.of(array).astype(cast.dtype), old)
+            new = jnp.where(num_updates > 0, part.in_order(part.of(array)).astype(cast.dtype), old)
             return lax.dynamic_update_slice_in_dim(cast, new, number, 0, allow_negative_indices=False)
 
         cast = written.cast_weights
@@ -104,9 +111,10 @@ class WeightReader(NamedTuple):
         A layer casts it back to the dtype of a copy, and XLA removes both casts.
         """
         for part, copy in self.copies.get(place.array, ()):
-            if part.holds(place, i):
+            if part == Part.of_leaf(place, i) if part.order else part.holds(place, i):
                 there = dataclasses.replace(place, base=place.base - part.start)
-                return packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+                value = packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+                return part.restored(value[None])[0]
         return packing.read(self.arrays, place, lead, i)
 
 
@@ -116,53 +124,91 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 
 
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
-    """The copies of arrays that layers cast to fewer bytes, by their use."""
-    dtype: Any = spec.numbers.compute_dtype
+    """The copies of weights that layers read cast to fewer bytes, or in another order, by their use."""
     return {
-        use: {part.name: part.of(sources[use][part.array]).astype(dtype) for part in parts}
+        use: {
+            part.name: part.in_order(part.of(sources[use][part.array])).astype(_dtype(spec, sources[use][part.array]))
+            for part in parts
+        }
         for use, parts in _parts(spec, sources).items()
     }
 
 
+def _dtype(spec: PassSpec, array: jax.Array) -> Any:
+    """The dtype in which layers read the weights of an array."""
+    dtype: Any = spec.numbers.compute_dtype
+    is_cast = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize > dtype.itemsize
+    return dtype if is_cast else array.dtype
+
+
 def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, list[Part]]:
     """The parts of some arrays that have copies, by the use of the arrays."""
-    dtype = spec.numbers.compute_dtype
-    leaves = _parts_of_leaves(spec) if sources and dtype is not None else {}
+    leaves = _parts_of_leaves(spec) if sources else {}
     return {
         use: [
             part
             for name, a in source.items()
-            if dtype is not None
-            and jnp.issubdtype(a.dtype, jnp.floating)
-            and a.dtype.itemsize > dtype.itemsize
-            and not packing.is_on_host(a)
+            if not packing.is_on_host(a)
             for part in leaves.get(name, [Part(name, 0, a.shape[1])])
+            if part.order or _dtype(spec, a) != a.dtype
         ]
         for use, source in sources.items()
     }
 
 
 def _parts_of_leaves(spec: PassSpec) -> dict[str, list[Part]]:
-    """Name of an array -> a part for each weight that most stages have there, and one in which all others lie.
+    """Name of an array -> its parts with an order, a part for each weight that most stages have there, and one in which
+    all others lie.
 
-    No two parts of weights overlap, so the copies of these take no more memory than one of the array would. Weights
-    that are read together are in none.
+    Weights that are read together are in none.
     """
     if spec.lowered.target.loops_in_branches:
         return {}
-    holders: dict[str, collections.Counter[Part]] = {}
-    for program in spec.stages.programs:
+    readers: dict[Part, set[int]] = {}
+    for number, program in enumerate(spec.stages.programs):
         for run in program.runs:
             for place, i in itertools.product(run.parameters, range(run.longest)):
                 if place.array and not place.on_host and (any(place.spec) or math.prod(place.shape) > SMALL):
-                    counts = holders.setdefault(place.array, collections.Counter())
-                    counts[Part.of_leaf(place, i)] += len(program.stages)
-    parts: dict[str, list[Part]] = {}
-    for name, counts in holders.items():
-        alone: list[Part] = []
-        others: list[Part] = []
-        for part in sorted(counts, key=lambda part: (-counts[part], part)):
-            (others if any(map(part.overlaps, alone)) else alone).append(part)
-        rest = [Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
-        parts[name] = sorted(alone) + rest
-    return parts
+                    readers.setdefault(Part.of_leaf(place, i), set()).add(number)
+    ordered = _ordered(spec, readers)
+    parts = {part.array: [p for p in ordered if p.array == part.array] for part in readers}
+    counts: collections.Counter[Part] = collections.Counter()
+    for part, numbers in readers.items():
+        if part not in ordered:
+            counts[part.unordered] += sum(len(spec.stages.programs[number].stages) for number in numbers)
+    return {name: [*of_array, *_without_overlap(name, counts)] for name, of_array in parts.items()}
+
+
+def _ordered(spec: PassSpec, readers: Mapping[Part, Collection[int]]) -> list[Part]:
+    """The parts with an order whose copies take no more than `MOST` times the room that any one stage has use for.
+
+    Args:
+      spec: the pass.
+      readers: part -> the programs of stages that read it.
+    """
+    if not spec.lowered.target.orders_weights:
+        return []
+    parts = sorted((p for p in readers if p.order), key=lambda p: (-len(readers[p]), p))
+    room: collections.Counter[int] = collections.Counter()
+    for part in parts:
+        for number in readers[part]:
+            room[number] += math.prod(part.shape)
+    totals = itertools.accumulate(math.prod(part.shape) for part in parts)
+    return [part for part, total in zip(parts, totals) if total <= MOST * max(room.values())]
+
+
+def _without_overlap(name: str, counts: Mapping[Part, int]) -> list[Part]:
+    """A part for each weight that most stages have, and one in which all others lie.
+
+    No two parts of weights overlap, so the copies of these take no more memory than one of the array would.
+
+    Args:
+      name: the name of the array.
+      counts: a part for each weight, also of other arrays -> the number of stages that have it.
+    """
+    alone: list[Part] = []
+    others: list[Part] = []
+    for part in sorted((p for p in counts if p.array == name), key=lambda p: (-counts[p], p)):
+        (others if any(map(part.overlaps, alone)) else alone).append(part)
+    rest = [Part(name, min(p.start for p in others), max(p.stop for p in others))] if others else []
+    return sorted(alone) + rest

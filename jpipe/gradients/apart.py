@@ -26,6 +26,8 @@ Packed: TypeAlias = Mapping[str, jax.Array]
 class SumArray(NamedTuple):
     """A packed array of sums that is cut.
 
+    A part has the order of dims in which the layer reads its weight, and so XLA writes its gradient in that order.
+
     Attributes:
       num_rows: R.
       alone: the parts of which each row has an array of its own, in order.
@@ -75,7 +77,10 @@ class ApartSums:
         """The packed arrays of sums, from those of a state."""
         left = dict(arrays)
         for name, (num_rows, alone, between) in self.arrays.items():
-            pieces = {part: jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]) for part in alone}
+            pieces = {
+                part: part.restored(jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]))
+                for part in alone
+            }
             if between:
                 rest, start = left.pop(_rest(name)), 0
                 for part in between:
@@ -89,7 +94,7 @@ class ApartSums:
         parts = {name: a for name, a in arrays.items() if name not in self.arrays}
         for name, (num_rows, alone, between) in self.arrays.items():
             for part, row in itertools.product(alone, range(num_rows)):
-                parts[_alone(part, row)] = part.of(arrays[name][row : row + 1])
+                parts[_alone(part, row)] = part.in_order(part.of(arrays[name][row : row + 1]))
             if between:
                 parts[_rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in between], axis=1)
         return parts
@@ -118,6 +123,7 @@ class ApartSums:
                     name = _alone(part, row)
                     old = arrays[name]
                     # In the shape of the weight: XLA then sees the sum of two matrices.
+                    value = value.transpose(part.order) if part.order else value
                     new = old.reshape(value.shape) + value.astype(old.dtype)
                     arrays = {**arrays, name: new.reshape(old.shape)}
                     continue

@@ -47,6 +47,8 @@ class Target:
         in place.
       casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
         backward. A GPU runs casts as kernels of their own.
+      orders_weights: whether each of these copies has the order of dims in which layers read the weight, see
+        `jpipe.layers.read_orders`. A GPU transposes others by kernels of their own, in each forward and backward.
       sums_apart: whether the sum of the gradient of each large weight is an array of its own between updates. cuBLAS
         adds a product to a whole array in place.
       few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
@@ -74,6 +76,7 @@ class Target:
     updates_in_every_tick: bool = False
     drops_branches: bool = False
     casts_once: bool = False
+    orders_weights: bool = False
     sums_apart: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
@@ -114,6 +117,7 @@ GPU = Target(
     updates_in_every_tick=True,
     drops_branches=True,
     casts_once=True,
+    orders_weights=True,
     # A branch that touches all of its arrays would touch each of these.
     sums_apart=jax.__version_info__ >= (0, 12),
     few_arrays=True,
