@@ -111,7 +111,7 @@ class WeightReader(NamedTuple):
         A layer casts it back to the dtype of a copy, and XLA removes both casts.
         """
         for part, copy in self.copies.get(place.array, ()):
-            if part == Part.of_leaf(place, i) if part.order else part.holds(place, i):
+            if part.is_leaf(place, i) if part.order else part.holds(place, i):
                 there = dataclasses.replace(place, base=place.base - part.start)
                 value = packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
                 return part.restored(value[None])[0]

@@ -58,6 +58,8 @@ class Target:
       pairs_passes: whether the forward and the backward of a tick run in one branch, if the table lets them and layers
         communicate. XLA moves a collective under the products of its own branch alone.
       hides_sums: whether XLA also moves sums under products. For a TPU it writes them as one operation.
+      receives_in_branches: whether a device leaves out the messages of a tick that are for others, if they are many. A
+        GPU starts a kernel for each.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
@@ -80,6 +82,7 @@ class Target:
     sums_apart: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
+    receives_in_branches: bool = False
     sums_by_permutes: bool = False
     pairs_passes: bool = False
     hides_sums: bool = True
@@ -122,6 +125,7 @@ GPU = Target(
     sums_apart=jax.__version_info__ >= (0, 12),
     few_arrays=True,
     ends_apart=True,
+    receives_in_branches=True,
     pairs_passes=True,
     compiler_options={
         # Buffers stay in place where live ranges are analysed by region.
@@ -130,7 +134,7 @@ GPU = Target(
         "xla_gpu_graph_min_graph_size": 1,
         # All messages of a tick travel at the same time.
         "xla_gpu_collective_permute_combine_threshold_bytes": 0,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
         # XLA's default, and WHILE and CONVOLUTION: an update is a conditional with loops inside, and stages
         # have convolutions.
         "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),

@@ -48,6 +48,10 @@ class Part(NamedTuple):
         order = f" in order {list(self.order)} of {list(self.shape)}" if self.order else ""
         return f"{self.array} from {self.start} to {self.stop}{order}"
 
+    def is_leaf(self, place: Place, i: jax.Array | int) -> bool:
+        """Whether it is leaf i at a place, in the order of the place."""
+        return isinstance(i, int) and self == self.of_leaf(place, i)
+
     def holds(self, place: Place, i: jax.Array | int) -> bool:
         """Whether leaf i at a place, or any leaf if i is not known, lies in it."""
         first, last = (self.of_leaf(place, n) for n in ((i, i) if isinstance(i, int) else (0, place.count - 1)))
