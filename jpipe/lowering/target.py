@@ -134,7 +134,7 @@ GPU = Target(
         "xla_gpu_graph_min_graph_size": 1,
         # All messages of a tick travel at the same time.
         "xla_gpu_collective_permute_combine_threshold_bytes": 0,
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 32,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
         # XLA's default, and WHILE and CONVOLUTION: an update is a conditional with loops inside, and stages
         # have convolutions.
         "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),

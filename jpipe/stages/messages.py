@@ -75,6 +75,7 @@ def find_portals(
     starts: Sequence[int],
     leaf: Callable[[Any], Leaf] = Leaf,
     compression: MessageCompression = NO_COMPRESSION,
+    occupancy: float = 0.5,
 ) -> list[Portal]:
     """Makes one portal for each pair of stages that skips connect.
 
@@ -83,6 +84,7 @@ def find_portals(
       starts: first layer of each stage, and the number of layers at the end.
       leaf: abstract leaf -> the `Leaf` that is packed.
       compression: the compression of messages.
+      occupancy: see `Packing.of`.
     """
     names_of: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
@@ -94,8 +96,8 @@ def find_portals(
         codecs = {
             name: codecs_of([leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`") for name in names
         }
-        activations, places = _pack_skips(codecs, gradient=False)
-        gradients, gradient_places = _pack_skips(codecs, gradient=True)
+        activations, places = _pack_skips(codecs, occupancy, gradient=False)
+        gradients, gradient_places = _pack_skips(codecs, occupancy, gradient=True)
         portals.append(
             Portal(
                 source,
@@ -112,11 +114,11 @@ def find_portals(
 
 
 def _pack_skips(
-    codecs: Mapping[str, Sequence[LeafCodec]], gradient: bool
+    codecs: Mapping[str, Sequence[LeafCodec]], occupancy: float, *, gradient: bool
 ) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
     """Packs one message of all skips. Returns also skip -> places of the wires of its leaves."""
     wires = {name: _wires(skip_codecs, gradient) for name, skip_codecs in codecs.items()}
-    packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
+    packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]], occupancy)
     places = iter(packing.places[0])
     return packing, {name: tuple(itertools.islice(places, len(leaves))) for name, leaves in wires.items()}
 
