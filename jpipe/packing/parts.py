@@ -65,6 +65,10 @@ class Part(NamedTuple):
         """The part of some rows of the array."""
         return lax.slice_in_dim(array, self.start, self.stop, axis=1)
 
+    def ordered(self, leaf: jax.Array) -> jax.Array:
+        """A value of the leaf with its dims in the order of the part's own array."""
+        return leaf.transpose(self.order) if self.order else leaf
+
     def in_order(self, rows: jax.Array) -> jax.Array:
         """Rows of the part, brought to the order of its own array."""
         if not self.order:
