@@ -62,6 +62,8 @@ class Target:
         GPU starts a kernel for each.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
+      compares_results: whether the stash has no mask of a ReLU whose result it has, see `jpipe.layers.rectified`. A GPU
+        writes each mask by a kernel of its own.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
       pair_options: options that come on top of them where both passes run in one branch.
@@ -87,6 +89,7 @@ class Target:
     pairs_passes: bool = False
     hides_sums: bool = True
     flops_per_byte: float = 0.0
+    compares_results: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pair_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     collective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -111,6 +114,7 @@ GPU = Target(
     switches=True,
     # Products in bfloat16 of an H100: 989 TFLOPS at 3.35 TB/s.
     flops_per_byte=300,
+    compares_results=True,
     # XLA copies every buffer that a branch passes through.
     touches_idle=jax.__version_info__ < (0, 12),
     loops_in_branches=False,
