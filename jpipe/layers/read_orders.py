@@ -37,13 +37,14 @@ def read_orders(program: LayerProgram) -> list[tuple[int, ...]]:
                 dims_of[eqn.outvars[0]] = j, tuple(dims[d] for d in permutation)
             else:
                 orders[j].add(tuple(dims[d] for d in _read_order(eqn, operand, len(dims))))
-    return [_only(read) for read in orders]
+    return [_only(read, v.aval.shape) for read, v in zip(orders, equations.inputs)]
 
 
-def _only(orders: set[tuple[int, ...]]) -> tuple[int, ...]:
-    """The one order of all reads, if it is not that of the parameter."""
+def _only(orders: set[tuple[int, ...]], shape: Sequence[int]) -> tuple[int, ...]:
+    """The one order of all reads, if it is not that of the parameter. Dims of 1 are the same wherever they stand."""
     order = next(iter(orders)) if len(orders) == 1 else ()
-    return () if list(order) == sorted(order) else order
+    long = [dim for dim in order if shape[dim] > 1]
+    return () if long == sorted(long) else order
 
 
 def _read_order(eqn: Any, operand: int, num_dims: int) -> Sequence[int]:

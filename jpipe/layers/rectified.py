@@ -1,8 +1,8 @@
-"""ReLUs whose backward reads their result.
+"""ReLUs whose derivative reads their result.
 
-The derivative of `max(x, 0)` asks whether `x > 0`. JAX hands this on from the forward as an array of its own, beside
-the result, which the next layer's weight gradient reads anyway. But `x > 0` where `max(x, 0) > 0`, also of NaN. Of the
-result, a backward computes it again, and the stash holds no mask.
+The derivative of `max(x, 0)` asks whether `x > 0`, and the next product reads `max(x, 0)`. Both follow from x, so a
+stash that has to serve both holds x, and a backward computes the result again before the product reads it. But `x > 0`
+where `max(x, 0) > 0`, also of NaN. So the result serves both, and the product reads it from the stash as it is.
 """
 
 import dataclasses

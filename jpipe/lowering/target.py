@@ -62,8 +62,8 @@ class Target:
         GPU starts a kernel for each.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
-      compares_results: whether the stash has no mask of a ReLU whose result it has, see `jpipe.layers.rectified`. A GPU
-        writes each mask by a kernel of its own.
+      compares_results: whether the derivative of a ReLU reads its result, see `jpipe.layers.rectified`. A GPU computes
+        the result of another stash again by a kernel of its own.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
       pair_options: options that come on top of them where both passes run in one branch.

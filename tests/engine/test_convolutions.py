@@ -17,7 +17,6 @@ from helpers import assert_close
 import jpipe
 from jpipe.engine import cast_weights, stage_weights
 from jpipe.gradients import apart
-from jpipe.layers.read_orders import read_orders
 from jpipe.lowering.target import CPU, GPU, TARGETS
 from models import UNet
 
