@@ -21,6 +21,8 @@ from gpu_texts import Buffers, Hlo, Instruction, Thunk, all_bytes, parse_thunks
 _GUARD = re.compile(r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$")
 # What all devices run together in most ticks.
 _TOGETHER = re.compile(r"/branch_\d+_fun/(?:embed|embed_backward|head)/")
+# The messages for some stages.
+_RECEIVE = re.compile(r"/receive/for([\d,]+)/")
 _UPDATE = re.compile(r"/update/(?:cond|while)$")
 # Instructions that are neither a kernel nor a call of a library.
 _NO_KERNEL = {
@@ -209,7 +211,8 @@ class Step:
 
         A guard's branch is taken if the device does what it guards. Any other conditional asks for
         something rare (first or last stage, end of a minibatch), which is left out. Of a choice
-        between programs, the branch of the device's stage is taken.
+        between programs, the branch of the device's stage is taken, and so it is of a choice between messages: a
+        busy device receives all that it ever does.
         """
         branches, scope = conditional.branches, conditional.scope
         is_guard = _GUARD.search(scope) or _UPDATE.search(scope)
@@ -222,8 +225,11 @@ class Step:
 
     def _branch_of_stage(self, branches: Sequence[str], activity: Activity) -> str:
         """The branch with an operation of the device's stage, or of all stages if it is busy; else the smallest."""
+        stages = {stage for _, stage in activity.operations}
         for branch in branches:
             scopes = {i.scope for i in self.hlo.all_of(branch)}
+            if any(match and stages & _numbers(match[1]) for match in map(_RECEIVE.search, scopes)):
+                return branch
             named = [re.search(r"/(\w+)/stage([\d,-]+)/", scope) for scope in scopes]
             if any(match and _does(activity, match) for match in named):
                 return branch

@@ -1,4 +1,4 @@
-"""Weights in the dtype that layers compute in, cast once for all microbatches between two updates.
+"""Weights in the form that layers compute with, made once for all microbatches between two updates.
 
 A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. Some do so
 because of `compute_dtype`, others by themselves, as most modules with a `dtype` do. On GPUs the casts are kernels of
@@ -7,13 +7,17 @@ those of a stage again after its update, if a later tick reads them. The copies 
 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.
+
+A weight whose dims a layer reads in another order, as cuDNN reads those of convolutions, has a copy in this order, cast
+or not. XLA would else slice it out of its vector and transpose it, in each pass. Copies of unlike stages are side by
+side on every device, so they may not take more than `MOST` times the bytes of one stage's.
 """
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -32,6 +36,9 @@ from jpipe.packing import Part, Place
 
 SMALL = 2**14
 """The most numbers of a weight that is read together with others."""
+
+MOST = 2
+"""The most bytes of copies in another order, in those that the stage with most of them reads."""
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -65,7 +72,7 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
             (number,) = lead(part.array)
             array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
             old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, part.of(array).astype(cast.dtype), old)
+            new = jnp.where(num_updates > 0, part.in_order(part.of(array)).astype(cast.dtype), old)
             return lax.dynamic_update_slice_in_dim(cast, new, number, 0, allow_negative_indices=False)
 
         cast = written.cast_weights
@@ -107,9 +114,10 @@ class WeightReader(NamedTuple):
         A layer casts it back to the dtype of a copy, and XLA removes both casts.
         """
         for part, copy in self.copies.get(place.array, ()):
-            if part.holds(place, i):
+            if part.is_leaf(place, i) if part.order else part.holds(place, i):
                 there = dataclasses.replace(place, base=place.base - part.start)
-                return packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+                value = packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+                return part.restored(value[None])[0]
         return packing.read(self.arrays, place, lead, i)
 
 
@@ -119,9 +127,11 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 
 
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
-    """The copies of arrays that layers cast to fewer bytes, by their use."""
+    """The copies of weights that layers read cast to fewer bytes, or in another order, by their use."""
     return {
-        use: {part.name: part.of(sources[use][part.array]).astype(dtype) for part, dtype in parts.items()}
+        use: {
+            part.name: part.in_order(part.of(sources[use][part.array])).astype(dtype) for part, dtype in parts.items()
+        }
         for use, parts in _parts(spec, sources).items()
     }
 
@@ -146,53 +156,81 @@ class _Weight(NamedTuple):
     Attributes:
       part: where it lies.
       dtype: the dtype that its layer reads it in.
-      number: the number of stages that have it there.
+      program: the number of its program; vocabulary layers come after all programs.
+      num_stages: the number of stages of the program.
       alone: whether it may have a copy of its own.
     """
 
     part: Part
     dtype: np.dtype
-    number: int
+    program: int
+    num_stages: int
     alone: bool
 
 
 def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
     """Name of an array -> the parts of it that have copies, with the dtypes of these.
 
-    All weights in a part are read in one dtype, of fewer bytes than that of the array.
+    First come those with an order. All weights in another part are read in one dtype, of fewer bytes than that of the
+    array.
     """
-    weights: dict[str, list[_Weight]] = {}
-    for weight in _weights(spec):
-        weights.setdefault(weight.part.array, []).append(weight)
+    weights, unrolled = list(_weights(spec)), not spec.lowered.target.loops_in_branches
+    ordered = _ordered(weights) if unrolled and spec.lowered.target.orders_weights else []
+    arrays: dict[str, list[_Weight]] = {}
+    for weight in weights:
+        arrays.setdefault(weight.part.array, []).append(weight)
     parts: dict[str, dict[Part, np.dtype]] = {}
-    for name, members in weights.items():
-        array = spec.stages.parameters.arrays[name]
-        if not any(is_narrower(weight.dtype, array.dtype) for weight in members):
-            continue
-        alone = [] if spec.lowered.target.loops_in_branches else _parts_of_leaves(members)
-        for part in alone or [Part(name, 0, array.shape[0])]:
-            dtypes = {weight.dtype for weight in members if weight.part.overlaps(part)}
-            if len(dtypes) == 1 and is_narrower(dtype := dtypes.pop(), array.dtype):
-                parts.setdefault(name, {})[part] = dtype
+    for name, members in arrays.items():
+        stored = spec.stages.parameters.arrays[name].dtype
+        copies = {part: _read_dtype(members, part.__eq__, stored) or stored for part in ordered if part.array == name}
+        others = [weight._replace(part=weight.part.unordered) for weight in members if weight.part not in copies]
+        if any(is_narrower(weight.dtype, stored) for weight in others):
+            alone = _without_overlap(others) if unrolled else []
+            for part in alone or [Part(name, 0, spec.stages.parameters.arrays[name].shape[0])]:
+                dtype = _read_dtype(others, part.overlaps, stored)
+                copies |= {} if dtype is None else {part: dtype}
+        parts[name] = copies
     return parts
 
 
 def _weights(spec: PassSpec) -> Iterator[_Weight]:
     """The weights of all programs and vocabulary layers, but for those in host memory."""
     stages = spec.stages
-    runs = [(run, len(program.stages)) for program in stages.programs for run in program.runs]
+    runs = [(program.runs, len(program.stages)) for program in stages.programs]
     runs += [
-        (run, 1) for owner in range(stages.num_stages, len(stages.owners)) for _, run, _ in stages.layer_runs(owner)
+        ((run,), 1) for owner in range(stages.num_stages, len(stages.owners)) for _, run, _ in stages.layer_runs(owner)
     ]
-    for run, number in runs:
-        dtypes = stages.layer_kinds[run.kind].read_dtypes
-        for (place, dtype), i in itertools.product(zip(run.parameters, dtypes, strict=True), range(run.longest)):
-            if place.array and not place.on_host:
-                alone = any(place.spec) or math.prod(place.shape) > SMALL
-                yield _Weight(Part.of_leaf(place, i), dtype, number, alone)
+    for number, (runs_of_program, num_stages) in enumerate(runs):
+        for run in runs_of_program:
+            dtypes = stages.layer_kinds[run.kind].read_dtypes
+            for (place, dtype), i in itertools.product(zip(run.parameters, dtypes, strict=True), range(run.longest)):
+                if place.array and not place.on_host:
+                    alone = any(place.spec) or math.prod(place.shape) > SMALL
+                    yield _Weight(Part.of_leaf(place, i), dtype, number, num_stages, alone)
 
 
-def _parts_of_leaves(weights: Sequence[_Weight]) -> list[Part]:
+def _read_dtype(weights: Sequence[_Weight], is_read: Callable[[Part], bool], stored: np.dtype) -> np.dtype | None:
+    """The dtype of fewer bytes in which all those weights that are read are; None: there is no such dtype."""
+    dtypes = {weight.dtype for weight in weights if is_read(weight.part)}
+    return dtypes.pop() if len(dtypes) == 1 and all(is_narrower(dtype, stored) for dtype in dtypes) else None
+
+
+def _ordered(weights: Sequence[_Weight]) -> list[Part]:
+    """The parts with an order whose copies take no more than `MOST` times the room that any one stage has use for."""
+    readers: dict[Part, set[int]] = {}
+    for weight in weights:
+        if weight.alone and weight.part.order:
+            readers.setdefault(weight.part, set()).add(weight.program)
+    parts = sorted(readers, key=lambda part: (-len(readers[part]), part))
+    room: collections.Counter[int] = collections.Counter()
+    for part in parts:
+        for number in readers[part]:
+            room[number] += math.prod(part.shape)
+    totals = itertools.accumulate(math.prod(part.shape) for part in parts)
+    return [part for part, total in zip(parts, totals) if total <= MOST * max(room.values())]
+
+
+def _without_overlap(weights: Sequence[_Weight]) -> list[Part]:
     """A part for each weight that most stages have there, and one in which all others lie.
 
     No two parts of weights overlap, so the copies of these take no more memory than one of the array would. Weights
@@ -201,7 +239,7 @@ def _parts_of_leaves(weights: Sequence[_Weight]) -> list[Part]:
     counts: collections.Counter[Part] = collections.Counter()
     for weight in weights:
         if weight.alone:
-            counts[weight.part] += weight.number
+            counts[weight.part] += weight.num_stages
     alone: list[Part] = []
     others: list[Part] = []
     for part in sorted(counts, key=lambda part: (-counts[part], part)):

@@ -48,6 +48,11 @@ def message_text(channel: int) -> str:
     return f"message{channel}"
 
 
+def receive_text(stages: Sequence[int]) -> str:
+    """The name of a branch that receives the messages for some stages."""
+    return f"receive/for{','.join(map(str, stages))}"
+
+
 class Scope(NamedTuple):
     """A branch of a tick.
 

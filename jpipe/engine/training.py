@@ -226,7 +226,8 @@ class TrainingPass(PassSpec):
         }
         runs = itertools.chain(*(program.runs for program in self.stages.programs))
         leaves = ((place, i) for run in runs for place in run.gradient_places for i in range(run.longest))
-        return apart_sums(leaves, shapes)
+        sums = apart_sums(leaves, shapes)
+        return dataclasses.replace(sums, orders_all=self._joins_late and not sums.has_rows)
 
     @functools.cached_property
     def late_sums(self) -> ApartSums:
@@ -234,9 +235,14 @@ class TrainingPass(PassSpec):
 
         Means over replicas do not need them joined: an array is as good as a part of one.
         """
+        late = self._joins_late and (self.num_replicas == 1 or not self.sums.has_rows)
+        return self.sums if late else ApartSums()
+
+    @property
+    def _joins_late(self) -> bool:
+        """Whether nothing but updates of single stages, and means over replicas, reads sums of gradients."""
         plain = self.communication.compress_gradients is None and not self.shares_updates
-        plain = plain and not self.stages.ties and not self.schedule.has_copies
-        return self.sums if plain and (self.num_replicas == 1 or not self.sums.has_rows) else ApartSums()
+        return plain and not self.stages.ties and not self.schedule.has_copies
 
     @property
     def early_sums(self) -> ApartSums:

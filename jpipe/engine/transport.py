@@ -12,8 +12,8 @@ The encoded leaves in between are the *wire*: see `jpipe.stages.codecs`.
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,18 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import StageContext
-from jpipe.engine.scopes import message_text
+from jpipe.engine.guard import Branch, run_one_of
+from jpipe.engine.scopes import message_text, receive_text
 from jpipe.engine.spec import PassSpec
 from jpipe.layers.avals import is_inexact
+from jpipe.lowering.arrivals import RECEIVED_BEFORE
 from jpipe.lowering.channels import Channel
 from jpipe.lowering.tick_scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.stages.codecs import LeafCodec, is_gradient, state_key, support_inbox
 from jpipe.stages.messages import MessageParts, with_gradients
+
+Record = TypeVar("Record", bound=TickArrays)
 
 SENT = {"forward": "sent_activations", "backward": "sent_gradients"}
 """Operation -> the array of `TickArrays` that it sends from."""
@@ -49,14 +53,31 @@ def receive(
     scalars: TickScalars,
     received: Mapping[int, Packed],
 ) -> TickArrays:
-    """Writes messages, by channel, into their inboxes."""
-    inboxes = dict(arrays.inbox)
-    for number, message in received.items():
-        channel = spec.lowered.channels[number]
-        for inbox in channel.arrives:
+    """Writes messages, by channel, into their inboxes: all, or in a branch those that are for the device."""
+    channels = spec.lowered.channels
+    messages = [(number, inbox) for number in received for inbox in channels[number].arrives]
+
+    def put(messages: Iterable[tuple[int, str]], arrays: Record, _: ReadOnly | None = None) -> Record:
+        inboxes = dict(arrays.inbox)
+        for number, inbox in messages:
             slot = scalars.channel(number).slot(inbox)
-            inboxes[inbox] = {name: put_row(array, message[name], slot) for name, array in inboxes[inbox].items()}
-    return arrays.replace(inbox=inboxes)
+            array = inboxes[inbox]
+            inboxes[inbox] = {name: put_row(a, received[number][name], slot) for name, a in array.items()}
+        return arrays.replace(inbox=inboxes)
+
+    for before in RECEIVED_BEFORE:
+        here = [message for message in messages if channels[message[0]].received_before == before]
+        arrivals = spec.lowered.arrivals.get(before)
+        if arrivals is None or not here:
+            arrays = put(here, arrays)
+            continue
+        branches = []
+        for chosen, devices in zip(arrivals.messages, arrivals.devices, strict=True):
+            stages = [s for s, copies in enumerate(spec.lowered.copies) if any(d in devices for d, _ in copies)]
+            run = functools.partial(put, [message for message in here if message in chosen])
+            branches.append(Branch(receive_text(stages), ["inbox"], run))
+        arrays = run_one_of(spec.lowered.target, scalars.arrivals(before), branches, arrays)
+    return arrays
 
 
 def move(

@@ -22,6 +22,7 @@ from jpipe.engine.reductions import reduction_of
 from jpipe.engine.ties import copy_tied_weights, sum_tied_gradients
 from jpipe.gradients.apart import ApartSums
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
+from jpipe.packing import Place
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 
 Record = TypeVar("Record", bound=TickArrays)
@@ -84,7 +85,7 @@ def update(
                 scale=norms.scale,
                 updates=_updates_in_round(device, lane),
             )
-            return _cut(spec.late_sums, column_update.run(_joined(spec.late_sums, arrays)))
+            return column_update.run(arrays)
 
         if spec.lowered.target.loops_in_branches:
             for merged in spec.updates.merged[lane.operation]:
@@ -94,7 +95,10 @@ def update(
 
         def apply_alone(program: StageUpdate, number: int, _: Any, arrays: Written) -> Written:
             (alone,) = merge_updates([program])
-            return apply(alone, 0, lane.program == number, arrays)
+            of_stage = [(place, row) for placed, row in program.gradients for place in placed.places]
+            joined = _joined(spec.late_sums, arrays, of_stage)
+            # The sums are empty afterwards: zeros have any order.
+            return _cut(spec.late_sums, apply(alone, 0, lane.program == number, joined))
 
         writes = apply_writes(device)
         return run_program(device, lane, "apply", writes, apply_alone, arrays)
@@ -108,9 +112,9 @@ def update(
     return arrays.replace(op_count=arrays.op_count + 1)
 
 
-def _joined(sums: ApartSums, arrays: Record) -> Record:
-    """The arrays with packed sums, which updates read."""
-    return arrays.replace(gradients=sums.joined(arrays.gradients))
+def _joined(sums: ApartSums, arrays: Record, of_stage: Sequence[tuple[Place, int]] = ()) -> Record:
+    """The arrays with packed sums, which updates read; for `of_stage` see `ApartSums.joined`."""
+    return arrays.replace(gradients=sums.joined(arrays.gradients, of_stage))
 
 
 def _cut(sums: ApartSums, arrays: Record) -> Record:

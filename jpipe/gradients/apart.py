@@ -26,6 +26,8 @@ Packed: TypeAlias = Mapping[str, jax.Array]
 class SumArray(NamedTuple):
     """A packed array of sums that is cut.
 
+    A part has the order of dims in which the layer reads its weight, and so XLA writes its gradient in that order.
+
     Attributes:
       num_rows: R.
       alone: the parts of which each row has an array of its own, in order.
@@ -39,9 +41,16 @@ class SumArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ApartSums:
-    """The packed arrays of sums that are cut, by name."""
+    """The packed arrays of sums that are cut.
+
+    Attributes:
+      arrays: name -> how it is cut.
+      orders_all: whether sums that share an array have the order of their weights too. Only who knows the stage can
+        read them then.
+    """
 
     arrays: Mapping[str, SumArray] = dataclasses.field(default_factory=dict)
+    orders_all: bool = False
 
     @property
     def has_rows(self) -> bool:
@@ -60,7 +69,7 @@ class ApartSums:
             for part, row in itertools.product(alone, range(num_rows)):
                 cut[_alone(part, row)] = shape(shapes[name], 1, [part])
             if between:
-                cut[_rest(name)] = shape(shapes[name], num_rows, between)
+                cut[self._rest(name)] = shape(shapes[name], num_rows, between)
         return cut
 
     def names(self, packed: Iterable[str]) -> set[str]:
@@ -68,20 +77,32 @@ class ApartSums:
         names = set(packed)
         for name in names & self.arrays.keys():
             array = self.arrays[name]
-            names |= {_alone(part, row) for part in array.alone for row in range(array.num_rows)} | {_rest(name)}
+            names |= {_alone(part, row) for part in array.alone for row in range(array.num_rows)} | {self._rest(name)}
         return names
 
-    def joined(self, arrays: Packed) -> Packed:
-        """The packed arrays of sums, from those of a state."""
+    def joined(self, arrays: Packed, of_stage: Iterable[tuple[Place, int]] = ()) -> Packed:
+        """The packed arrays of sums, from those of a state.
+
+        Args:
+          arrays: the arrays of a state.
+          of_stage: the places of the sums of the stage that reads them, with the number of the leaf. Other stages have
+            other sums there.
+        """
         left = dict(arrays)
         for name, (num_rows, alone, between) in self.arrays.items():
-            pieces = {part: jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]) for part in alone}
+            pieces = {
+                part: part.restored(jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]))
+                for part in alone
+            }
             if between:
-                rest, start = left.pop(_rest(name)), 0
+                rest, start = left.pop(self._rest(name)), 0
                 for part in between:
                     pieces[part] = Part(name, start, start + part.size).of(rest)
                     start += part.size
             left[name] = jnp.concatenate([pieces[part] for part in sorted(pieces)], axis=1)
+            if self.orders_all:
+                parts = {Part.of_leaf(place, i) for place, i in of_stage if place.array == name}
+                left[name] = _restored(left[name], sorted(part for part in parts.difference(alone) if part.order))
         return left
 
     def cut(self, arrays: Packed) -> Packed:
@@ -89,9 +110,9 @@ class ApartSums:
         parts = {name: a for name, a in arrays.items() if name not in self.arrays}
         for name, (num_rows, alone, between) in self.arrays.items():
             for part, row in itertools.product(alone, range(num_rows)):
-                parts[_alone(part, row)] = part.of(arrays[name][row : row + 1])
+                parts[_alone(part, row)] = part.in_order(part.of(arrays[name][row : row + 1]))
             if between:
-                parts[_rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in between], axis=1)
+                parts[self._rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in between], axis=1)
         return parts
 
     def added(
@@ -118,13 +139,19 @@ class ApartSums:
                     name = _alone(part, row)
                     old = arrays[name]
                     # In the shape of the weight: XLA then sees the sum of two matrices.
+                    value = part.ordered(value)
                     new = old.reshape(value.shape) + value.astype(old.dtype)
                     arrays = {**arrays, name: new.reshape(old.shape)}
                     continue
+                value = part.ordered(value) if self.orders_all else value
                 place = self._in_rest(place, i)
             left_places.append(place)
             left_values.append(value)
         return arrays, left_places, left_values
+
+    def _rest(self, array: str) -> str:
+        """The name of the array of all ranges between the parts of a packed array."""
+        return f"{array} rest" + " in order" * self.orders_all
 
     def _in_rest(self, place: Place, i: int) -> Place:
         """The place in the array of the ranges of which leaf i is leaf i of a place."""
@@ -132,7 +159,7 @@ class ApartSums:
         for part in self.arrays[place.array].between:
             if part.start <= base < part.stop:
                 moved = base - part.start + start - i * place.stride
-                return dataclasses.replace(place, array=_rest(place.array), base=moved)
+                return dataclasses.replace(place, array=self._rest(place.array), base=moved)
             start += part.size
         raise AssertionError(f"leaf {i} at {place} lies in no range")
 
@@ -140,11 +167,6 @@ class ApartSums:
 def _alone(part: Part, row: int) -> str:
     """The name of the array of a row of a part."""
     return f"{part.name} of row {row}" if row else part.name
-
-
-def _rest(array: str) -> str:
-    """The name of the array of all ranges between the parts of a packed array."""
-    return f"{array} rest"
 
 
 def apart_sums(leaves: Iterable[tuple[Place, int]], shapes: Mapping[str, tuple[int, int]]) -> ApartSums:
@@ -166,6 +188,14 @@ def apart_sums(leaves: Iterable[tuple[Place, int]], shapes: Mapping[str, tuple[i
         if alone := [part for part in _without_overlap(parts[name]) if part in large]:
             arrays[name] = SumArray(num_rows, alone, _between(alone, name, size))
     return ApartSums(arrays)
+
+
+def _restored(array: jax.Array, parts: Sequence[Part]) -> jax.Array:
+    """A packed array with the leaves of some parts in the order of their own dims."""
+    pieces = {part: part.restored(part.of(array)) for part in parts}
+    if parts:
+        pieces |= {part: part.of(array) for part in _between(parts, parts[0].array, array.shape[1])}
+    return jnp.concatenate([pieces[part] for part in sorted(pieces)], axis=1) if parts else array
 
 
 def _without_overlap(parts: Iterable[Part]) -> list[Part]:

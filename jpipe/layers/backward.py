@@ -41,6 +41,7 @@ from jpipe.layers.equations import Equations, contains, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
 from jpipe.layers.products import AS_TRACED, GradientForms, ProductForm, ProductRule, with_products
+from jpipe.layers.rectified import with_compared_results
 from jpipe.layers.residuals import COPIES, ELEMENTWISE_ONLY, FUSED, Rerun, Residuals
 from jpipe.layers.vjp import (
     Arguments,
@@ -278,6 +279,8 @@ def trace_layer(
     computed = [i for i in inexact if differentiated is None or i in differentiated]
     forward = trace_forward(function, arguments, has_aux, computed, policy, frozen)
     equations = with_own_maps(forward.equations, forward.residuals, lambda eqn: rerun.time(eqn) == 0)
+    if rerun.compares_results:
+        equations = with_compared_results(equations)
     forward = forward._replace(equations=equations)
     check_offload(forward.residuals)
     check_effects(forward.equations)

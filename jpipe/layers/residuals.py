@@ -61,10 +61,12 @@ class Rerun:
         forward.
       flops_per_byte: the FLOPs that take as long as a byte that is written or read. At 0 only elementwise equations
         run again.
+      compares_results: whether a ReLU's derivative reads its result, see `jpipe.layers.rectified`.
     """
 
     reads_weights: bool = False
     flops_per_byte: float = 0.0
+    compares_results: bool = False
 
     def time(self, eqn: Any) -> float:
         """The time of an equation, in bytes written or read; infinite if it never runs again."""

@@ -96,6 +96,11 @@ class Channel:
         return self.crosses or is_local or self.operation == "backward"
 
     @property
+    def received_before(self) -> str:
+        """The operation of a tick before which its messages go to their inboxes."""
+        return "backward" if self.operation == "backward" and not self.crosses else "forward"
+
+    @property
     def waits(self) -> bool:
         """True if a message that has arrived is kept apart until the next tick begins, and goes to its inbox then."""
         return self.crosses or not self.late

@@ -9,11 +9,13 @@ Letters: T ticks, D devices, S stages, C columns, N microbatches.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jpipe.lowering.arrivals import RECEIVED_BEFORE, Arrivals, arrivals
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere, head_after_update
 from jpipe.lowering.joint_updates import joint_updates
@@ -143,6 +145,16 @@ class Lowered:
             TickRange(0, end, frozenset(names & first)),
             TickRange(end, T, frozenset(names - first)),
         ]
+
+    @functools.cached_property
+    def arrivals(self) -> dict[str, Arrivals]:
+        """Operation -> the messages that a device receives before it in a branch; without an entry all devices receive
+        all of them.
+        """
+        if not self.target.receives_in_branches:
+            return {}
+        before = {name: arrivals(self.channels, name) for name in RECEIVED_BEFORE}
+        return {name: messages for name, messages in before.items() if messages is not None}
 
     @property
     def pairs(self) -> set[tuple[int, int]]:

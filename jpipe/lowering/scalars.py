@@ -236,6 +236,8 @@ def scalar_table(
             column, position = np.moveaxis(arrives, 2, 0)
             slot_name = ("channel", i, "slot", inbox)
             _add_slot(table, lowered, slot_name, inbox, column, position)
+    for before, arrivals in lowered.arrivals.items():
+        table.add_plain(("arrivals", before), arrivals.branch)
     return table
 
 

@@ -47,6 +47,8 @@ class Target:
         in place.
       casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
         backward. A GPU runs casts as kernels of their own.
+      orders_weights: whether each of these copies has the order of dims in which layers read the weight, see
+        `jpipe.layers.read_orders`. A GPU transposes others by kernels of their own, in each forward and backward.
       sums_apart: whether the sum of the gradient of each large weight is an array of its own between updates. cuBLAS
         adds a product to a whole array in place.
       few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
@@ -56,8 +58,12 @@ class Target:
       pairs_passes: whether the forward and the backward of a tick run in one branch, if the table lets them and layers
         communicate. XLA moves a collective under the products of its own branch alone.
       hides_sums: whether XLA also moves sums under products. For a TPU it writes them as one operation.
+      receives_in_branches: whether a device leaves out the messages of a tick that are for others, if they are many. A
+        GPU starts a kernel for each.
       flops_per_byte: the FLOPs that take as long as a byte that is written to or read from memory: see
         `jpipe.layers.residuals`.
+      compares_results: whether the derivative of a ReLU reads its result, see `jpipe.layers.rectified`. A GPU computes
+        the result of another stash again by a kernel of its own.
       sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
       compiler_options: options of XLA, for `jax.jit`.
       pair_options: options that come on top of them where both passes run in one branch.
@@ -74,13 +80,16 @@ class Target:
     updates_in_every_tick: bool = False
     drops_branches: bool = False
     casts_once: bool = False
+    orders_weights: bool = False
     sums_apart: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
+    receives_in_branches: bool = False
     sums_by_permutes: bool = False
     pairs_passes: bool = False
     hides_sums: bool = True
     flops_per_byte: float = 0.0
+    compares_results: bool = False
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     pair_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     collective_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -105,6 +114,7 @@ GPU = Target(
     switches=True,
     # Products in bfloat16 of an H100: 989 TFLOPS at 3.35 TB/s.
     flops_per_byte=300,
+    compares_results=True,
     # XLA copies every buffer that a branch passes through.
     touches_idle=jax.__version_info__ < (0, 12),
     loops_in_branches=False,
@@ -114,10 +124,12 @@ GPU = Target(
     updates_in_every_tick=True,
     drops_branches=True,
     casts_once=True,
+    orders_weights=True,
     # A branch that touches all of its arrays would touch each of these.
     sums_apart=jax.__version_info__ >= (0, 12),
     few_arrays=True,
     ends_apart=True,
+    receives_in_branches=True,
     pairs_passes=True,
     compiler_options={
         # Buffers stay in place where live ranges are analysed by region.

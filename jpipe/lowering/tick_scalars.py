@@ -44,6 +44,10 @@ class TickScalars:
         """The stage whose norm the tick reports, int32 `[]`; see `NormTable`."""
         return self.get("reporter")
 
+    def arrivals(self, before: str) -> jax.Array:
+        """The branch that receives the messages before an operation, int32 `[]`: see `Arrivals`."""
+        return self.get("arrivals", before)
+
     def channel(self, number: int) -> "ChannelScalars":
         """The scalars of one channel."""
         return ChannelScalars(self, number)

@@ -271,7 +271,8 @@ class Settings:
         """What a backward computes again rather than read from the stash."""
         if not keeps_stash(self.schedule):
             return ELEMENTWISE_ONLY
-        return Rerun(rereads_weights(self.schedule, self.hooks), target_of(self.platform).flops_per_byte)
+        target = target_of(self.platform)
+        return Rerun(rereads_weights(self.schedule, self.hooks), target.flops_per_byte, target.compares_results)
 
     def _layer_splits(self, layers: Sequence[Layer], microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """The split of each layer by the strategy; `()` without one."""

@@ -25,6 +25,7 @@ class Leaf(NamedTuple):
       on_host: whether the leaf is in host memory, and then in a pool.
       chunk: the most numbers of a chunk, if the leaf is in host memory.
       read_in_parts: the axes over which those who read the leaf take it in parts, so it is never gathered along them.
+      order: the order of dims in which those who read the leaf want it in memory; () for the order that it has.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -35,6 +36,7 @@ class Leaf(NamedTuple):
     chunk: int = CHUNK
     vector: int = 0
     read_in_parts: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -135,6 +137,7 @@ class Place:
       split: number of rows into which each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
       empty: the dtype of a leaf without elements, which is in no array; None for others.
       read_in_parts: see `Leaf`.
+      order: see `Leaf`. The array holds the leaf in the order of the leaf's dims; a copy of it may have this one.
     """
 
     array: str
@@ -149,6 +152,7 @@ class Place:
     split: int = 1
     empty: np.dtype | None = None
     read_in_parts: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
 
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""

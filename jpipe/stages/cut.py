@@ -116,6 +116,7 @@ class Vectors(NamedTuple):
       weights: `occupancy` of `Packing.of` for weights, mutable state, and arrays with the shapes of weights:
         gradients, the optimizer's state.
       stashes: `occupancy` for the stash of a microbatch.
+      messages: `occupancy` for the skips from one stage to another.
       update_block: elements of a vector that an update changes at once. It needs temporary memory for as many of
         each array that it reads and writes.
       equal_blocks: whether all stages have blocks of one size, see `jpipe.stages.vector_blocks.in_blocks`.
@@ -124,6 +125,7 @@ class Vectors(NamedTuple):
 
     weights: float = 0.5
     stashes: float = 0.5
+    messages: float = 0.5
     update_block: int = CHUNK
     equal_blocks: bool = True
     whole: bool = False
@@ -132,6 +134,7 @@ class Vectors(NamedTuple):
 _FEW = Vectors(
     weights=math.inf,
     stashes=0.75,
+    messages=math.inf,
     update_block=4 * CHUNK,
     equal_blocks=False,
     whole=True,
@@ -369,7 +372,7 @@ def cut(
         messages=pack_messages(codecs),
         values=traced.values,
         ties=ties,
-        portals=find_portals(traced.skips, starts, traced.of_microbatch, compression),
+        portals=find_portals(traced.skips, starts, traced.of_microbatch, compression, vectors.messages),
         vocabulary=vocabulary_layers,
         gradient_sums=gradient_sums,
     )

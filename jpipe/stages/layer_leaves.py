@@ -8,6 +8,7 @@ import jax
 
 from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.read_orders import read_orders
 from jpipe.layers.sharding import read_in_parts
 from jpipe.layers.trace import Traced
 from jpipe.packing import Leaf
@@ -79,10 +80,16 @@ def layer_leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     """The leaves of one layer of kind k for one use."""
     avals = LEAVES_OF[name](traced, k)
     specs = _SPECS_OF[name](traced, k) if name in _SPECS_OF else [()] * len(avals)
-    parts: Sequence = [()] * len(avals)
-    if name in NUMBERS_OF:
-        parts = _weights_of(read_in_parts(traced.layer_kinds[k]), traced, name, k)
-    return [Leaf(a, spec=spec, read_in_parts=axes) for a, spec, axes in zip(avals, specs, parts, strict=True)]
+    leaves = [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
+    if name not in NUMBERS_OF:
+        return leaves
+    parts, orders = (
+        _weights_of(facts(traced.layer_kinds[k]), traced, name, k) for facts in (read_in_parts, read_orders)
+    )
+    return [
+        leaf._replace(read_in_parts=axes, order=() if any(leaf.spec) else order)
+        for leaf, axes, order in zip(leaves, parts, orders, strict=True)
+    ]
 
 
 def largest_on_host(

@@ -51,7 +51,7 @@ class Portal:
     places: Mapping[str, MessageParts[tuple[Place, ...]]]
 
 
-def pack_messages(messages: Sequence[Sequence[LeafCodec]]) -> MessageParts[Packing]:
+def pack_messages(messages: Sequence[Sequence[LeafCodec]], occupancy: float = 0.5) -> MessageParts[Packing]:
     """Packs the messages between neighbours.
 
     If all messages are alike, each array keeps its shape. Messages that differ share flat vectors, and so
@@ -59,10 +59,11 @@ def pack_messages(messages: Sequence[Sequence[LeafCodec]]) -> MessageParts[Packi
 
     Args:
       messages: the codecs of the output leaves of every stage except the last.
+      occupancy: see `Packing.of`; of messages that are alike.
     """
     alike = len(set(map(tuple, messages))) <= 1
     wires = MessageParts(*zip(*map(_wires, messages), strict=True)) if messages else MessageParts((), (), ())
-    return MessageParts(*(Packing.of(leaves, 0.5 if alike else np.inf) for leaves in wires))
+    return MessageParts(*(Packing.of(leaves, occupancy if alike else np.inf) for leaves in wires))
 
 
 def with_gradients(codecs: Sequence[LeafCodec]) -> list[LeafCodec]:
@@ -84,6 +85,7 @@ def find_portals(
     starts: Sequence[int],
     leaf: Callable[[Any], Leaf] = Leaf,
     compression: MessageCompression = NO_COMPRESSION,
+    occupancy: float = 0.5,
 ) -> list[Portal]:
     """Makes one portal for each pair of stages that skips connect.
 
@@ -92,6 +94,7 @@ def find_portals(
       starts: first layer of each stage, and the number of layers at the end.
       leaf: abstract leaf -> the `Leaf` that is packed.
       compression: the compression of messages.
+      occupancy: see `Packing.of`.
     """
     names_of: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
@@ -103,16 +106,16 @@ def find_portals(
         codecs = {
             name: codecs_of([leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`") for name in names
         }
-        packings, places = _pack_skips(codecs)
+        packings, places = _pack_skips(codecs, occupancy)
         portals.append(Portal(source, target, tuple(names), packings, codecs, places))
     return portals
 
 
 def _pack_skips(
-    codecs: Mapping[str, Sequence[LeafCodec]],
+    codecs: Mapping[str, Sequence[LeafCodec]], occupancy: float
 ) -> tuple[MessageParts[Packing], dict[str, MessageParts[tuple[Place, ...]]]]:
     """Packs one message of all skips. Returns also skip -> places of the wires of its leaves."""
-    packings = pack_messages([[*itertools.chain(*codecs.values())]])
+    packings = pack_messages([[*itertools.chain(*codecs.values())]], occupancy)
     unread = [iter(packing.places[0]) for packing in packings]
     places = {}
     for name, leaf_codecs in codecs.items():
