@@ -108,15 +108,6 @@ class Equations:
 
         return is_in(self.equations)
 
-    def cast_of(self, variable: Any) -> Any:
-        """The dtype that every equation which reads a variable casts it to; None: something reads it as it is."""
-        dtypes = {
-            eqn.params["new_dtype"] if eqn.primitive.name == "convert_element_type" else None
-            for eqn in self.equations
-            if any(v is variable for v in eqn.invars)
-        }
-        return dtypes.pop() if len(dtypes) == 1 and not any(v is variable for v in self.outputs) else None
-
     def slice(self, inputs: Sequence, outputs: Sequence, *, effects: bool = False) -> "Equations":
         """The equations that compute the variables `outputs` from the variables `inputs`.
 

@@ -106,3 +106,13 @@ def _source_in(eqn: Any, result: int) -> int | None:
     if eqn.primitive.name == "while":
         return None
     return operand
+
+
+def cast_of(equations: Equations, variable: Any) -> Any:
+    """The dtype that every equation which reads a variable casts it to; None: something reads it as it is."""
+    dtypes = {
+        eqn.params["new_dtype"] if eqn.primitive.name == "convert_element_type" else None
+        for eqn in equations.equations
+        if any(v is variable for v in eqn.invars)
+    }
+    return dtypes.pop() if len(dtypes) == 1 and not any(v is variable for v in equations.outputs) else None

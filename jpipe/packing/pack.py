@@ -112,9 +112,7 @@ class Packing:
                     dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
                     place = Place(name, base, 0, count, shape, flat, spec, is_on_host, rows)
-                    place_of_leaf[number] = dataclasses.replace(
-                        place, read_in_parts=leaf.read_in_parts, order=leaf.order
-                    )
+                    place_of_leaf[number] = place.read_as(leaf)
                     used_together[name] += math.prod(shape) if flat else rows
                 for number in group:
                     place = place_of_leaf[number]

@@ -154,6 +154,10 @@ class Place:
     read_in_parts: tuple[str, ...] = ()
     order: tuple[int, ...] = ()
 
+    def read_as(self, leaf: Leaf) -> "Place":
+        """The place with what those who read a leaf want."""
+        return dataclasses.replace(self, read_in_parts=leaf.read_in_parts, order=leaf.order)
+
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
         return self.base + i * self.stride
