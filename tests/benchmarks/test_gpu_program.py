@@ -232,6 +232,14 @@ def test_what_all_stages_run_together():
     assert [program.tick(loop, activity).products for activity in activities] == [3, 3, 0]
 
 
+def test_messages_of_other_stages_are_not_received():
+    text = HLO.replace("forward/stage1-2/cond/branch_1_fun/while", "cond/branch_1_fun/receive/for0,2/while")
+    program = step(hlo=text.replace("body/forward/stage1-2/cond", "body/cond"))
+    (loop,) = program.tick_loops()
+    activities = [gpu.Activity(frozenset({("backward", stage)})) for stage in (0, 1, 2)]
+    assert [program.tick(loop, activity).products for activity in (*activities, gpu.Activity())] == [3, 0, 3, 0]
+
+
 def test_a_slice_that_is_not_written_in_place_is_a_copy():
     elsewhere = ASSIGNMENT.replace(
         "fusion.2{0} @0> (size=1000000,offset=0)",

@@ -42,10 +42,9 @@ SYNCHRONOUS = [
 ]
 ASYNCHRONOUS = [
     ("pipedream/unit", 3, {}),
-    exhaustive("pipedream_2bw/paired", 3, {}),
+    exhaustive("pipedream_2bw/paired", 2, {}),
     exhaustive("pipedream_2bw/unit", 2, {"mesh": {"data": 2}}),
     exhaustive("pipemare/paired", 4, {}),
-    exhaustive("interleaved_async", 2, {}),
 ]
 
 
