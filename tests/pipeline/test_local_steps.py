@@ -326,6 +326,14 @@ def test_a_checkpoint_goes_on_bit_for_bit(local_steps, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+def test_a_state_is_not_of_a_pipeline_with_other_late_averages():
+    state = pipeline(LATE).init(KEY, batches(1)[0])
+    pipeline(LATE).get_params(state)
+    for sparse in (None, dataclasses.replace(LATE.sparse, seed=1), dataclasses.replace(LATE.sparse, delay=3)):
+        with pytest.raises(ValueError, match="local_steps"):
+            pipeline(dataclasses.replace(LATE, sparse=sparse)).get_params(state)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("local_steps", [DILOCO, LATE])
 def test_adopted_by_a_pipeline_whose_replicas_agree_and_back(local_steps):
