@@ -29,8 +29,9 @@ def losses(folder):
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_where_it_was(tmp_path, capsys):
-    options = ["mesh.local_steps=2", "checkpoint.every=3"]
+@pytest.mark.parametrize("late", [[], ["mesh.fragments=2", "mesh.delay=1"]])
+def test_a_run_goes_on_where_it_was(late, tmp_path, capsys):
+    options = ["mesh.local_steps=2", "checkpoint.every=3", *late]
     assert script(tmp_path / "whole", *options) == 0
     assert script(tmp_path / "parted", *options) == 0
     newest = max((tmp_path / "parted" / "checkpoints").iterdir())
