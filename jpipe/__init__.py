@@ -46,6 +46,7 @@ _MODULE_OF = {
     "MessageRecord": "jpipe.engine.traffic",
     "Offload": "jpipe.stages.offload",
     "ShardRecord": "jpipe.costs",
+    "SparseAverage": "jpipe.options.local_steps",
     "StageRecord": "jpipe.costs",
     "add_lora": "jpipe.layers.lora",
     "merge_lora": "jpipe.layers.lora",
@@ -113,6 +114,7 @@ if TYPE_CHECKING:
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
     from jpipe.options.local_steps import LocalSteps as LocalSteps
+    from jpipe.options.local_steps import SparseAverage as SparseAverage
     from jpipe.options.loss_scale import LossScale as LossScale
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE

@@ -301,6 +301,12 @@ class MeshConfig:
     fragments: int = 1
     """With `local_steps`, the parts of the weights that come together one after the other within them, so that less is
     sent at once: streaming DiLoCo."""
+    delay: int | None = None
+    """With `local_steps`, makes the fragments random subsets of the weights, whose means arrive so many outer steps
+    late; all come together after the last step. None: fragments are neighbours, and their means arrive at once."""
+    correction: float | None = 0.5
+    """With `delay`, the decay of the moving average of a replica's movements that corrects a late mean; 0 takes the
+    last movement, None none."""
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Rules before those of `jpipe.AXIS_RULES`: the axes, separated by commas, that dims
     of a logical name are split over, or none. `rules.length=model` splits activations of a

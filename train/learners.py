@@ -27,16 +27,21 @@ def local_steps_of(mesh: Any) -> jpipe.LocalSteps | None:
             f"{mesh.local_steps} and {mesh.fragments}."
         )
     outer = optax.sgd(mesh.outer_rate, momentum=mesh.outer_momentum or None, nesterov=mesh.outer_momentum > 0)
-    return jpipe.LocalSteps(outer, mesh.fragments)
+    sparse = None if mesh.delay is None else jpipe.SparseAverage(mesh.delay, mesh.correction)
+    return jpipe.LocalSteps(outer, mesh.fragments, sparse)
 
 
-def after_step(mesh: Any, pipe: jpipe.Pipeline, state: jpipe.PipelineState, step: int) -> jpipe.PipelineState:
+def after_step(config: Any, pipe: jpipe.Pipeline, state: jpipe.PipelineState, step: int) -> jpipe.PipelineState:
     """The state after the outer step that is due after a step; the same state if none is.
 
-    Each of the fragments comes together once in `local_steps`, at even distances.
+    Each of the fragments comes together once in `local_steps`, at even distances. Where means are late, all come
+    together after the last step.
     """
     if pipe.local_steps is None:
         return state
+    mesh = config.mesh
+    if step == config.num_steps and pipe.local_steps.sparse is not None:
+        return pipe.outer_step(state)
     every = mesh.local_steps // mesh.fragments
     return state if step % every else pipe.outer_step(state, (step // every - 1) % mesh.fragments)
 

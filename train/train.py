@@ -440,7 +440,7 @@ def train(
                 tracer.before(step, state)
                 state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
                 tracer.after(step)
-                state = after_step(config.mesh, pipe, state, step)
+                state = after_step(config, pipe, state, step)
                 num_units, asked = num_labels(batch), time.perf_counter()
                 batch = next(batches)
                 if metrics["loss"].is_ready():  # the devices have nothing to do until they get it

@@ -196,6 +196,11 @@ def _outer_state(facts: StateFacts) -> dict[str, Any]:
     return {i: leaf.shape for i, leaf in facts.local_steps.state_leaves(moving).items()}
 
 
+def _outer_held(facts: StateFacts) -> OnReplicas:
+    """Learners with late averages keep what they have sent and moved."""
+    return OnReplicas.PART if facts.local_steps and facts.local_steps.sparse else OnReplicas.EQUAL
+
+
 def _first_outer_state(engine: Any) -> dict[str, Any]:
     local_steps = engine.communication.local_steps
     if local_steps is None:
@@ -273,6 +278,7 @@ STATE_ARRAYS = (
         "outer_state",
         "optimizer",
         _outer_state,
+        held=_outer_held,
         adopted=Adopted.ANEW,
         memory="optimizer",
         words="outer optimizer",
@@ -415,7 +421,8 @@ class PipelineState:
       mutable_state: packed mutable state of the layers, `[D * R, ...]`;
         `Pipeline.get_mutable_state` unpacks it.
       anchor: the weights of the last outer step, packed like `parameters`; empty without `local_steps`.
-      outer_state: the state of the outer optimizer, `[D * R, ...]` and `[D * fragments, ...]`; empty without.
+      outer_state: the state of the outer optimizer, `[D * R, ...]` and `[D * fragments, ...]`, and of means in flight
+        on each device; empty without.
       loss_scale: the loss scale and its counter, `[D]` each; empty without a loss scale.
       gradient_compression: the state of the compression of gradients on each device: "error", packed like
         `gradients`, and "states" of the compressor, `[devices * R, ...]`; empty without compression.

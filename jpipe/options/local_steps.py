@@ -1,12 +1,14 @@
-"""Replicas that train apart for some steps, and then agree: local SGD and DiLoCo."""
+"""Replicas that train apart for some steps, and then agree: local SGD, DiLoCo and late sparse averages."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.tree_util import DictKey
@@ -36,6 +38,103 @@ class StateLeaf(NamedTuple):
 _COPIES = ("convert_element_type", "copy", "copy_p", "reshape")
 
 
+MEAN, SENT, MOVED = "mean of ", "sent of ", "moved of "
+FRAGMENTS, ARRIVALS, NUMBER = "fragments in flight", "arrivals", "outer steps"
+
+
+@suggests
+@dataclasses.dataclass(frozen=True)
+class SparseAverage:
+    """Averages of random subsets of the weights that arrive late.
+
+    Each fragment of `LocalSteps` is then a random subset of the entries of every array: of each P = `num_fragments`
+    neighbouring entries one is in it. All learners know the subsets from the seed. `outer_step(state, fragment=k)`
+    begins the mean of subset k, and applies the mean that was begun `delay` outer steps before. Each learner adds what
+    it has moved meanwhile, or a moving average of it, to these entries.
+
+    Attributes:
+      delay: the outer steps between the begin of a mean and its arrival, at most `num_fragments`; 0: at once.
+      correction: the decay of the moving average of the movements of a learner's entry between begin and arrival, in
+        [0, 1). 0.0 adds the last movement as it is; None adds nothing.
+      seed: decides the subsets.
+
+    Raises:
+      ValueError: if a number is out of its range.
+
+    References:
+      Ajanthan et al., "AsyncMesh: Fully Asynchronous Optimization for Data and Pipeline Parallelism", 2026,
+      arXiv:2601.22442.
+    """
+
+    delay: int = 1
+    correction: float | None = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("delay", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+                raise ValueError(f"`{name}` must be a whole number, from 0 to 2**31 - 1, got {shown(value)}.")
+        value = self.correction
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1):
+            raise ValueError(
+                "`correction` is the decay of a moving average and must lie in [0, 1); None leaves the correction out. "
+                f"Got {shown(value)}."
+            )
+
+    def subset(self, k: jax.Array | int, array: int, size: int, num_fragments: int) -> jax.Array:
+        """The places of a subset in an array, in increasing order; places from `size` on are none.
+
+        Args:
+          k: the subset.
+          array: the number of the array. Each has subsets of its own.
+          size: its entries.
+          num_fragments: the subsets, which share the entries among them.
+        """
+        count = -(-size // num_fragments)
+        key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), array)
+        shifts = jax.random.randint(key, (count,), 0, num_fragments)
+        return jnp.arange(count) * num_fragments + (shifts + k) % num_fragments
+
+    def state_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct], num_fragments: int) -> dict[str, StateLeaf]:
+        """What a learner keeps for means in flight, and for its correction. All begins with zeros."""
+        leaves = {}
+        if self.correction is not None:
+            leaves = {MOVED + name: StateLeaf(a, name) for name, a in _wide(weights).items()}
+            leaves[ARRIVALS] = StateLeaf(jax.ShapeDtypeStruct((num_fragments,), np.dtype(np.int32)), None)
+        if self.delay:
+            for name, a in weights.items():
+                number = a.shape[0] * -(-math.prod(a.shape[1:]) // num_fragments)
+                sent = StateLeaf(jax.ShapeDtypeStruct((self.delay, number), a.dtype), None)
+                leaves[MEAN + name] = sent
+                if self.correction is not None:
+                    leaves[SENT + name] = sent
+            leaves[FRAGMENTS] = StateLeaf(jax.ShapeDtypeStruct((self.delay,), np.dtype(np.int32)), None)
+            leaves[NUMBER] = StateLeaf(jax.ShapeDtypeStruct((1,), np.dtype(np.int32)), None)
+        return leaves
+
+    def corrected(
+        self, after: Packed, weights: Packed, sent: Packed, averages: Packed, arrivals: jax.Array
+    ) -> tuple[Packed, Packed]:
+        """The weights of a learner where a mean arrives, and the new moving averages.
+
+        Args:
+          after: what the outer optimizer makes of the mean.
+          weights: those of the learner now.
+          sent: its weights in the mean.
+          averages: the moving averages of its movements, from zeros.
+          arrivals: the movements in the averages, with this one. Few of them weigh less than 1 together.
+        """
+        if self.correction is None:
+            return after, averages
+        decay = self.correction
+        moved = {n: weights[n].astype(a.dtype) - sent[n].astype(a.dtype) for n, a in averages.items()}
+        averages = {n: decay * a + (1 - decay) * moved[n] for n, a in averages.items()}
+        total = 1 - jnp.power(jnp.float32(decay), arrivals)
+        ends = {n: (a.astype(averages[n].dtype) + averages[n] / total).astype(a.dtype) for n, a in after.items()}
+        return ends, averages
+
+
 @suggests
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalSteps:
@@ -52,9 +151,12 @@ class LocalSteps:
         layers may lie in one vector.
       num_fragments: the parts that the weights of each device are cut into. `outer_step(state, fragment=k)` brings
         together part k alone: streaming DiLoCo sends one part at a time.
+      sparse: a `jpipe.SparseAverage`: the parts are random subsets of the entries, and their means may arrive late;
+        None: they are neighbours, and come together at once.
 
     Raises:
-      ValueError: if `outer` is no optimizer, or looks at more than one element; or `num_fragments` is not at least 1.
+      ValueError: if `outer` is no optimizer, or looks at more than one element; `num_fragments` is not at least 1, or
+        less than the delay of `sparse`.
 
     References:
       Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, arXiv:2311.08105,
@@ -64,12 +166,20 @@ class LocalSteps:
 
     outer: optax.GradientTransformation
     num_fragments: int = 1
+    sparse: SparseAverage | None = None
 
     def __post_init__(self) -> None:
         if not (callable(getattr(self.outer, "init", None)) and callable(getattr(self.outer, "update", None))):
             raise ValueError(f"`outer` must be an Optax transform, such as optax.sgd(0.7), got {shown(self.outer)}.")
         if isinstance(self.num_fragments, bool) or not isinstance(self.num_fragments, int) or self.num_fragments < 1:
             raise ValueError(f"`num_fragments` must be a whole number, at least 1, got {shown(self.num_fragments)}.")
+        if not isinstance(self.sparse, SparseAverage | None):
+            raise ValueError(f"`sparse` must be a `jpipe.SparseAverage`, got {shown(self.sparse)}.")
+        if self.sparse is not None and self.sparse.delay > self.num_fragments:
+            raise ValueError(
+                f"`delay` must be at most `num_fragments`, got {self.sparse.delay} and {self.num_fragments}: a mean "
+                "arrives before its entries are sent again. Take a smaller delay or more fragments."
+            )
         wrong = [eqn.primitive.name for eqn in self._traced.equations if not _is_elementwise(eqn)]
         if wrong:
             raise ValueError(
@@ -87,7 +197,7 @@ class LocalSteps:
     @property
     def text(self) -> str:
         """What it computes, for the comparison of two pipelines."""
-        return f"{self.num_fragments} {self._traced.text()}"
+        return f"{self.num_fragments} {self.sparse or ''} {self._traced.text()}"
 
     def check(self, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]) -> None:
         """Refuses a pipeline in which replicas cannot be apart.
@@ -165,11 +275,24 @@ class LocalSteps:
             raise ValueError(f"`fragment` must be from 0 to {P - 1}, of `num_fragments={P}`, got {shown(fragment)}.")
         return range(fragment, fragment + 1)
 
-    def part(self, fragment: int, size: int) -> slice:
-        """The fragment of so many numbers."""
+    def part(self, fragment: Any, array: int, size: int) -> Any:
+        """The places of a fragment in an array.
+
+        Args:
+          fragment: the fragment.
+          array: the number of the array.
+          size: its entries.
+        """
+        if self.sparse is not None:
+            return self.sparse.subset(fragment, array, size, self.num_fragments)
         return slice(fragment * size // self.num_fragments, (fragment + 1) * size // self.num_fragments)
 
     def state_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, StateLeaf]:
+        """The leaves of the state of `outer`, and those of `sparse`."""
+        leaves = self.outer_leaves(weights)
+        return leaves if self.sparse is None else leaves | self.sparse.state_leaves(weights, self.num_fragments)
+
+    def outer_leaves(self, weights: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, StateLeaf]:
         """The leaves of the state of `outer`, by number."""
         state = jax.eval_shape(self.outer.init, _wide(weights))
         leaves = {}
@@ -183,8 +306,12 @@ class LocalSteps:
         """The state before training, on a device."""
         zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in _wide(weights).items()}
         values = jax.tree.leaves(self.outer.init(zeros))
-        leaves = self.state_leaves(weights).values()
-        return {str(i): jnp.broadcast_to(a, leaf.shape.shape) for i, (a, leaf) in enumerate(zip(values, leaves))}
+        first = {}
+        for i, (name, leaf) in enumerate(self.state_leaves(weights).items()):
+            first[name] = (
+                jnp.broadcast_to(values[i], leaf.shape.shape) if i < len(values) else jnp.zeros_like(leaf.shape)
+            )
+        return first
 
     def updated(self, anchor: Packed, mean: Packed, state: Sequence[jax.Array]) -> tuple[Packed, list[jax.Array]]:
         """The weights of a fragment after an outer step, and the leaves of the new state.

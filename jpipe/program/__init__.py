@@ -347,10 +347,11 @@ class Program:
 
     @functools.cached_property
     def _outer_step(self) -> Callable[..., Any]:
-        def run(fragment: int | None, arrays: dict[str, Any]) -> dict[str, Any]:
+        def run(fragment: Any, arrays: dict[str, Any]) -> dict[str, Any]:
             return outer.outer_step(self.engine, fragment, arrays)
 
-        return jax.jit(run, static_argnums=0, donate_argnums=1 if self.settings.donate else ())
+        static = outer.static_arguments(self.engine)
+        return jax.jit(run, static_argnums=static, donate_argnums=1 if self.settings.donate else ())
 
     def outer_step(self, state: PipelineState, fragment: int | None) -> PipelineState:
         """Brings learners together: see `jpipe.options.local_steps`."""

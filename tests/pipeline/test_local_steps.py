@@ -1,6 +1,8 @@
 """`jpipe.LocalSteps`: a plain loop of learners, the bytes between them, evaluation, checkpoints, adoption, refusals."""
 
+import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from helpers import assert_close, refused
 
 import jpipe
 from jpipe import schedules
+from jpipe.engine import outer
 
 DIM, LEARNERS, N, ROWS, KEY = 4, 2, 2, 2, jax.random.key(0)
 LAYERS = [functools.partial(nnx.Linear, DIM, DIM) for _ in range(4)]
@@ -53,8 +56,8 @@ def pipeline(local_steps=DILOCO, schedule=schedules.one_f_one_b, S=2, data=LEARN
 class Learners:
     """The plain loop: every learner with weights of its own, on one device."""
 
-    def __init__(self, params, outer):
-        self.anchor, self.outer, self.outer_state = params, outer, outer.init(params)
+    def __init__(self, params, optimizer):
+        self.anchor, self.outer, self.outer_state = params, optimizer, optimizer.init(params)
         self.weights, self.states = [params] * LEARNERS, [optax.adam(0.05).init(params)] * LEARNERS
 
     def step(self, batch):
@@ -79,6 +82,77 @@ class Learners:
         self.weights = [self.anchor] * LEARNERS
 
 
+class LateLearners(Learners):
+    """The plain loop of late averages of subsets, which keeps all that was sent: one outer optimizer for each subset."""
+
+    def __init__(self, params, local_steps, masks):
+        super().__init__(params, local_steps.outer)
+        self.sparse, self.masks, self.in_flight = local_steps.sparse, masks, []
+        self.outer_states = [self.outer_state] * len(masks)
+        self.averages = [jax.tree.map(jnp.zeros_like, params)] * LEARNERS
+        self.arrivals = [0] * len(masks)
+
+    def outer_step(self, k=0):
+        """Subset k is sent; the mean that was sent `delay` outer steps before arrives."""
+        delay = self.sparse.delay
+        if delay and len(self.in_flight) >= delay:
+            self.arrive(*self.in_flight[-delay])
+        self.in_flight.append((k, list(self.weights)))
+        if not delay:
+            self.arrive(*self.in_flight[-1])
+
+    def arrive(self, k, sent):
+        mask = self.masks[k]
+        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *sent)
+        moved = jax.tree.map(jnp.subtract, self.anchor, mean)
+        updates, self.outer_states[k] = self.outer.update(moved, self.outer_states[k], self.anchor)
+        self.anchor = self.where(mask, optax.apply_updates(self.anchor, updates), self.anchor)
+        self.arrivals[k] += 1
+        for r in range(LEARNERS):
+            corrected = self.anchor
+            if self.sparse.correction is not None:
+                decay = self.sparse.correction
+                averages = jax.tree.map(
+                    lambda e, w, s: decay * e + (1 - decay) * (w - s),  # noqa: B023
+                    self.averages[r],
+                    self.weights[r],
+                    sent[r],
+                )
+                self.averages[r] = self.where(mask, averages, self.averages[r])
+                debiased = 1 - decay ** self.arrivals[k]
+                corrected = jax.tree.map(lambda a, e: a + e / debiased, self.anchor, averages)  # noqa: B023
+            self.weights[r] = self.where(mask, corrected, self.weights[r])
+
+    def together(self):
+        """All of them at once, each with the outer optimizer of its subset."""
+        self.in_flight = []
+        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *self.weights)
+        moved, anchor = jax.tree.map(jnp.subtract, self.anchor, mean), self.anchor
+        for k, mask in enumerate(self.masks):
+            updates, self.outer_states[k] = self.outer.update(moved, self.outer_states[k], anchor)
+            self.anchor = self.where(mask, optax.apply_updates(anchor, updates), self.anchor)
+        self.weights = [self.anchor] * LEARNERS
+
+    @staticmethod
+    def where(mask, new, old):
+        return jax.tree.map(jnp.where, mask, new, old)
+
+
+def subsets(local_steps, **options):
+    """For each subset, which entries of the weights are in it: those that an outer step without delay moves."""
+    at_once = jpipe.SparseAverage(delay=0, correction=None, seed=local_steps.sparse.seed)
+    pipe = pipeline(jpipe.LocalSteps(optax.sgd(1.0), local_steps.num_fragments, at_once), **options)
+    state = pipe.init(KEY, batches(1)[0])
+    state = dataclasses.replace(state, parameters=jax.tree.map(lambda a: a + 1, state.parameters))
+    masks = []
+    for k in range(local_steps.num_fragments):
+        before = pipe.get_params(state)
+        state = pipe.outer_step(state, k)
+        masks.append(jax.tree.map(lambda a, b: np.asarray(a != b), before, pipe.get_params(state)))
+    jax.tree.map(lambda *each: np.testing.assert_array_equal(sum(a.astype(int) for a in each), 1), *masks)
+    return masks
+
+
 def check_equal(pipe, state, data, learners, every=2):
     for i, batch in enumerate(data):
         state, metrics = pipe.step(state, batch)
@@ -93,7 +167,7 @@ def check_equal(pipe, state, data, learners, every=2):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "S", "outer"),
+    ("schedule", "S", "optimizer"),
     [
         (schedules.one_f_one_b, 2, NESTEROV),
         pytest.param(schedules.gpipe, 2, optax.adam(0.1), marks=pytest.mark.exhaustive),
@@ -102,19 +176,95 @@ def check_equal(pipe, state, data, learners, every=2):
         pytest.param(schedules.zero_bubble_v, 4, NESTEROV, marks=pytest.mark.exhaustive),
     ],
 )
-def test_it_trains_as_a_plain_loop_of_learners(schedule, S, outer):
-    pipe, data = pipeline(jpipe.LocalSteps(outer), schedule, S), batches(5)
+def test_it_trains_as_a_plain_loop_of_learners(schedule, S, optimizer):
+    pipe, data = pipeline(jpipe.LocalSteps(optimizer), schedule, S), batches(5)
     state = pipe.init(KEY, data[0])
-    learners = Learners(jax.tree.map(jnp.asarray, pipe.get_params(state)), outer)
+    learners = Learners(jax.tree.map(jnp.asarray, pipe.get_params(state)), optimizer)
     state = check_equal(pipe, state, data, learners)
     # In between, the weights are those of the last outer step, also in a prediction.
     assert_close(pipe.get_params(state), learners.anchor, "float32")
     np.testing.assert_allclose(pipe.evaluate(state, data[0])["loss"], plain(learners.anchor, data[0]), rtol=1e-5)
 
 
-def test_nothing_is_sent_between_learners_in_a_step():
+@pytest.mark.parametrize(
+    ("schedule", "S", "optimizer", "fragments", "sparse"),
+    [
+        (schedules.one_f_one_b, 2, optax.sgd(1.0), 3, (2, 0.5)),
+        pytest.param(schedules.gpipe, 2, optax.adam(0.1), 2, (1, None), marks=pytest.mark.exhaustive),
+        pytest.param(schedules.zero_bubble_h1, 2, optax.sgd(1.0), 3, (0, 0.9), marks=pytest.mark.exhaustive),
+        pytest.param(schedules.interleaved, 4, NESTEROV, 4, (4, 0.0), marks=pytest.mark.exhaustive),
+        pytest.param(schedules.one_f_one_b, 2, optax.adam(0.1), 1, (1, 0.5), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_late_averages_of_subsets_are_those_of_a_plain_loop(schedule, S, optimizer, fragments, sparse):
+    local_steps = jpipe.LocalSteps(optimizer, fragments, jpipe.SparseAverage(*sparse, seed=3))
+    options = dict(schedule=schedule, S=S)
+    masks = subsets(local_steps, **options)
+    pipe, data = pipeline(local_steps, **options), batches(20)
+    state = pipe.init(KEY, data[0])
+    learners = LateLearners(jax.tree.map(jnp.asarray, pipe.get_params(state)), local_steps, masks)
+    for i, batch in enumerate(data):
+        state, metrics = pipe.step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], learners.step(batch)[0], rtol=1e-5)
+        # After Adam's first step, all of one length, means of learners would be zeros but for rounding.
+        number, apart = divmod(i, 2)
+        if not apart:
+            continue
+        if number in (0, 6):
+            state = pipe.outer_step(state)
+            learners.together()
+        else:
+            state = pipe.outer_step(state, number % fragments)
+            learners.outer_step(number % fragments)
+        assert_close(pipe.get_params(state), learners.anchor, "float32")
+
+
+def test_a_whole_average_at_once_is_local_sgd():
+    """Bit for bit: no delay, no correction, one fragment."""
+    ends = []
+    for sparse in (None, jpipe.SparseAverage(delay=0, correction=None)):
+        pipe, data = pipeline(jpipe.LocalSteps(optax.sgd(1.0), sparse=sparse)), batches(3)
+        state = pipe.init(KEY, data[0])
+        for batch in data:
+            state, _ = pipe.step(state, batch)
+            state = pipe.outer_step(state, 0)
+        ends.append(pipe.get_params(state))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (3, 0), (3, 2), (16, 16)])
+def test_a_subset_alone_is_sent(fragments, delay):
+    """Read in the compiled program: all-reduces of a P-th of each array, rounded up, over "data" and nothing else."""
+    pipe = pipeline(jpipe.LocalSteps(optax.sgd(1.0), fragments, jpipe.SparseAverage(delay)))
+    state = pipe.init(KEY, batches(1)[0])
+    arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
+    sent = collectives(state.program._outer_step.lower(0, arrays).compile().as_text())
+    assert {c.kind for c in sent} == {"all-reduce"}
+    assert all(sorted(map(len, c.groups)) == [LEARNERS] * 2 for c in sent)
+    # A device has two kernels and two biases.
+    numbers = [-(-2 * size // fragments) for size in (DIM * DIM, DIM)]
+    assert sorted(math.prod(s) for c in sent for s in c.shapes) == sorted(numbers)
+
+
+LATE = jpipe.LocalSteps(optax.sgd(0.9, momentum=0.5), 3, jpipe.SparseAverage(delay=2))
+
+
+def test_memory_has_means_in_flight():
+    pipe, plain_pipe = pipeline(LATE), pipeline(jpipe.LocalSteps(LATE.outer, 3))
+    data = batches(1)[0]
+    late, at_once = (p.memory(data).optimizer for p in (pipe, plain_pipe))
+    number, in_flight = 2 * (DIM * DIM + DIM), 2 * (11 + 3)
+    # Moving averages; two means and what was sent for them; arrivals; fragments in flight and the number.
+    assert late - at_once == 4 * (number + 2 * in_flight + 3 + 2 + 1)
+    state = pipe.init(jax.random.key(0), data)
+    held = sum(a.nbytes for a in jax.tree.leaves(state.outer_state)) // 4
+    assert held == 4 * (2 * number + 2 * in_flight + 3 + 2 + 1)
+
+
+@pytest.mark.parametrize("local_steps", [DILOCO, LATE])
+def test_nothing_is_sent_between_learners_in_a_step(local_steps):
     """Read in the compiled program: every collective and every permute is within one learner."""
-    pipe, data = pipeline(), batches(1)
+    pipe, data = pipeline(local_steps), batches(1)
     mesh = pipe.mesh  # devices are numbered along "data" first
     learner_of = {position: r for r, row in enumerate(np.arange(mesh.size).reshape(LEARNERS, -1)) for position in row}
     text = pipe.lower(data[0]).compile().as_text()
@@ -132,8 +282,8 @@ def _pairs(line):
 
 def test_fragments_come_together_one_at_a_time():
     """Each with the outer optimizer's count and momentum of its own; all of them are the whole."""
-    outer = optax.adam(0.1)
-    whole, parted = pipeline(jpipe.LocalSteps(outer)), pipeline(jpipe.LocalSteps(outer, num_fragments=3))
+    adam = optax.adam(0.1)
+    whole, parted = pipeline(jpipe.LocalSteps(adam)), pipeline(jpipe.LocalSteps(adam, num_fragments=3))
     data = batches(2)
     one, three = (pipe.init(KEY, data[0]) for pipe in (whole, parted))
     for batch in data:
@@ -154,28 +304,40 @@ def test_fragments_come_together_one_at_a_time():
     assert_close(parted.get_params(other), whole.get_params(again), "float32")
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
-    pipe, data = pipeline(), batches(4)
-    state = pipe.init(KEY, data[0])
+@pytest.mark.parametrize("local_steps", [DILOCO, LATE])
+def test_a_checkpoint_goes_on_bit_for_bit(local_steps, tmp_path):
+    """Also where means are in flight."""
+    pipe, data = pipeline(local_steps), batches(7)
+    state, last = pipe.init(KEY, data[0]), local_steps.num_fragments - 1
     for batch in data[:2]:
         state, _ = pipe.step(state, batch)
-    state = pipe.outer_step(state)
+        state = pipe.outer_step(state, last)
     state, _ = pipe.step(state, data[2])  # learners are apart
     with jpipe.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state)
         checkpoints.wait()
-        restored = checkpoints.restore(pipeline(), data[0]).state
+        restored = checkpoints.restore(pipeline(local_steps), data[0]).state
     ends = []
     for one in (state, restored):
-        one, metrics = pipe.step(one, data[3])
-        one = pipe.outer_step(one)
+        for batch in data[3:]:
+            one, metrics = pipe.step(one, batch)
+            one = pipe.outer_step(one, 0)
         ends.append((np.asarray(metrics["loss"]), pipe.get_params(one)))
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
+def test_a_state_is_not_of_a_pipeline_with_other_late_averages():
+    state = pipeline(LATE).init(KEY, batches(1)[0])
+    pipeline(LATE).get_params(state)
+    for sparse in (None, dataclasses.replace(LATE.sparse, seed=1), dataclasses.replace(LATE.sparse, delay=3)):
+        with pytest.raises(ValueError, match="local_steps"):
+            pipeline(dataclasses.replace(LATE, sparse=sparse)).get_params(state)
+
+
 @pytest.mark.exhaustive
-def test_adopted_by_a_pipeline_whose_replicas_agree_and_back():
-    pipe, other, data = pipeline(), pipeline(None, schedules.gpipe), batches(2)
+@pytest.mark.parametrize("local_steps", [DILOCO, LATE])
+def test_adopted_by_a_pipeline_whose_replicas_agree_and_back(local_steps):
+    pipe, other, data = pipeline(local_steps), pipeline(None, schedules.gpipe), batches(2)
     state, _ = pipe.step(pipe.init(KEY, data[0]), data[0])
     state = pipe.outer_step(state)
     with pytest.warns(UserWarning, match="goes on with the weights of the last outer step.*the first learner's"):
@@ -211,6 +373,19 @@ PARTS = "must work element by element, and its update has"
             lambda: jpipe.LocalSteps(NESTEROV, num_fragments=0),
             "`num_fragments` must be a whole number, at least 1, got 0",
         ),
+        (lambda: jpipe.SparseAverage(delay=-1), r"`delay` must be a whole number, from 0 to 2\*\*31 - 1, got -1"),
+        (lambda: jpipe.SparseAverage(delay=1.0), "`delay` must be a whole number.*got 1.0"),
+        (lambda: jpipe.SparseAverage(seed=True), "`seed` must be a whole number.*got True"),
+        (lambda: jpipe.SparseAverage(correction=1), r"`correction` is the decay .* must lie in \[0, 1\).* Got 1"),
+        (lambda: jpipe.SparseAverage(correction="ema"), "None leaves the correction out. Got 'ema'"),
+        (lambda: jpipe.SparseAverage(correction=float("nan")), "Got nan"),
+        (
+            lambda: jpipe.LocalSteps(NESTEROV, 2, jpipe.SparseAverage(3)),
+            "`delay` must be at most `num_fragments`, got 3 and 2",
+        ),
+        (lambda: jpipe.LocalSteps(NESTEROV, 2, 0.05), "`sparse` must be a `jpipe.SparseAverage`, got 0.05"),
+        (lambda: pipeline(LATE).outer_step(None, fragment=3), "`fragment` must be from 0 to 2, of `num_fragments=3`"),
+        (lambda: pipeline(LATE, schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),
         (lambda: pipeline(NESTEROV), "`local_steps` must be a `jpipe.LocalSteps`, got"),
         (lambda: pipeline(data=1), '`local_steps` is for replicas along the axis "data"'),
         (lambda: pipeline(schedule=schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),

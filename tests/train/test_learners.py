@@ -1,6 +1,7 @@
 """`--config.mesh.local_steps`: the script's weights are those of outer steps of the library; wrong numbers."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,9 @@ def losses(folder):
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_where_it_was(tmp_path, capsys):
-    options = ["mesh.local_steps=2", "checkpoint.every=3"]
+@pytest.mark.parametrize("late", [[], ["mesh.fragments=2", "mesh.delay=1"]])
+def test_a_run_goes_on_where_it_was(late, tmp_path, capsys):
+    options = ["mesh.local_steps=2", "checkpoint.every=3", *late]
     assert script(tmp_path / "whole", *options) == 0
     assert script(tmp_path / "parted", *options) == 0
     newest = max((tmp_path / "parted" / "checkpoints").iterdir())
@@ -45,17 +47,23 @@ def test_fragments_come_together_at_even_distances():
         local_steps = jpipe.LocalSteps(optax.sgd(1.0), 2)
         calls = []
 
-        def outer_step(self, state, fragment):
+        def outer_step(self, state, fragment=None):
             self.calls.append((state, fragment))
             return state
 
-    pipe, mesh = Called(), MeshConfig(data=2, local_steps=6, fragments=2)
+    config = types.SimpleNamespace(mesh=MeshConfig(data=2, local_steps=6, fragments=2), num_steps=12)
+    pipe = Called()
     for step in range(1, 13):
-        assert after_step(mesh, pipe, step, step) == step
+        assert after_step(config, pipe, step, step) == step
     assert pipe.calls == [(3, 0), (6, 1), (9, 0), (12, 1)]
     pipe.local_steps = None
-    after_step(mesh, pipe, 3, 3)
+    after_step(config, pipe, 3, 3)
     assert len(pipe.calls) == 4
+    # Late means: in the end all come together.
+    pipe.local_steps = jpipe.LocalSteps(optax.sgd(1.0), 2, jpipe.SparseAverage())
+    for step in (9, 12):
+        after_step(config, pipe, step, step)
+    assert pipe.calls[4:] == [(9, 0), (12, None)]
 
 
 def test_metrics_of_learners_are_means():
@@ -71,7 +79,9 @@ def test_the_outer_optimizer():
     weights, _ = mean.updated({"a": jnp.zeros((1, 2))}, {"a": jnp.ones((1, 2))}, [])
     np.testing.assert_array_equal(weights["a"], jnp.ones((1, 2)))
     diloco = local_steps_of(MeshConfig(data=2, local_steps=1))
-    assert len(jax.tree.leaves(diloco.outer.init({"a": jnp.zeros(2)}))) == 1
+    assert len(jax.tree.leaves(diloco.outer.init({"a": jnp.zeros(2)}))) == 1 and diloco.sparse is None
+    late = local_steps_of(MeshConfig(data=2, local_steps=4, fragments=2, delay=2, correction=None))
+    assert late.sparse == jpipe.SparseAverage(2, None) and late.num_fragments == 2
 
 
 @pytest.mark.parametrize(
@@ -80,6 +90,8 @@ def test_the_outer_optimizer():
         (["mesh.local_steps=4"], "`num_steps` must be a multiple of `mesh.local_steps`, got 6 and 4"),
         (["mesh.local_steps=0"], "`local_steps` must be at least 1, got 0"),
         (["mesh.local_steps=2", "mesh.fragments=4"], "`local_steps` must be a multiple of `fragments`.*got 2 and 4"),
+        (["mesh.local_steps=2", "mesh.delay=2"], "`delay` must be at most `num_fragments`, got 2 and 1"),
+        (["mesh.local_steps=2", "mesh.delay=1", "mesh.correction=1.5"], r"`correction` .* must lie in \[0, 1\)"),
         (["mesh.local_steps=2", "mesh.data=1"], "`mesh.local_steps` .*there is one. Set `--config.mesh.data=2`"),
         (["mesh.local_steps=2", "mesh.outer_momentum=1"], r"`outer_momentum` must lie in \[0, 1\)"),
         (["mesh.local_steps=2", "mesh.outer_rate=0"], "`outer_rate` must be above 0"),
