@@ -19,17 +19,11 @@ def with_compared_results(program: Equations) -> Equations:
     maxima: dict[Any, Any] = {}
     equations = []
     for eqn in program.equations:
-        operands = _variable_and_number(eqn)
-        if operands is not None and eqn.primitive.name == "max":
-            maxima.setdefault(operands, eqn.outvars[0])
-        elif operands in maxima and eqn.primitive.name == "gt":
-            eqn = eqn.replace(invars=[maxima[operands], eqn.invars[1]])
+        if eqn.primitive.name in ("max", "gt") and [isinstance(v, jex.Literal) for v in eqn.invars] == [False, True]:
+            variable, number = eqn.invars[0], float(eqn.invars[1].val)
+            if eqn.primitive.name == "max":
+                maxima.setdefault((variable, number), eqn.outvars[0])
+            elif (variable, number) in maxima:
+                eqn = eqn.replace(invars=[maxima[variable, number], eqn.invars[1]])
         equations.append(eqn)
     return dataclasses.replace(program, equations=tuple(equations))
-
-
-def _variable_and_number(eqn: Any) -> tuple[Any, Any] | None:
-    """The operands of an equation of a variable and a number."""
-    if len(eqn.invars) != 2 or isinstance(eqn.invars[0], jex.Literal) or not isinstance(eqn.invars[1], jex.Literal):
-        return None
-    return eqn.invars[0], float(eqn.invars[1].val)

@@ -27,7 +27,14 @@ def other_threshold(ps, xs, _):
     return jnp.where(y > 1, nnx.relu(y), 0) @ ps[1]
 
 
-@pytest.mark.parametrize("layer, holds_result", [(two_layers, True), (kept_operand, False), (other_threshold, False)])
+def complex_factor(ps, xs, _):
+    return jnp.abs(nnx.relu(xs[0] @ ps[0]) * (1 + 2j)) @ ps[1]
+
+
+@pytest.mark.parametrize(
+    "layer, holds_result",
+    [(two_layers, True), (kept_operand, False), (other_threshold, False), (complex_factor, True)],
+)
 def test_stash_and_gradients(layer, holds_result):
     programs = [
         trace_layer(layer, [W, W], [X], rerun=Rerun(compares_results=compares_results))
