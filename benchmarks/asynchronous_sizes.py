@@ -201,9 +201,9 @@ def draw(tables: dict[str, dict[tuple[int, str], Row]], path: pathlib.Path) -> N
     pyplot.close(figure)
 
 
-def report(runs: dict, budget: Budget, out: pathlib.Path) -> None:
+def report(runs: dict, budget: Budget, out: pathlib.Path, sizes: list[str]) -> None:
     """Writes and prints the table of the runs so far, and draws them."""
-    tables = {size: rows_of(size, runs, budget) for size in SIZES}
+    tables = {size: rows_of(size, runs, budget) for size in sizes}
     tables = {size: rows for size, rows in tables.items() if any(S == 1 for S, _ in rows)}
     if not tables:
         return
@@ -234,7 +234,7 @@ def main() -> None:
         for cell in CELLS[:3] if args.quick else CELLS:
             for size in args.sizes:
                 train(size, data, runs, cell, budget, args.seeds, 1 if args.quick else args.rates)
-    report(runs.found, budget, args.out)
+    report(runs.found, budget, args.out, args.sizes)
 
 
 if __name__ == "__main__":
