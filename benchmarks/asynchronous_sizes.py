@@ -34,6 +34,7 @@ TITLES = {1: "synchronous", ONE_UPDATE: "2BW", 8: "8 stages", 32: "32 stages"}
 CELLS = [
     (1, "Adam"),
     (1, "Muon, momentum 0.8"),
+    (1, "Muon"),
     (ONE_UPDATE, "Adam"),
     (ONE_UPDATE, "Muon, error feedback"),
     (8, "Adam"),
