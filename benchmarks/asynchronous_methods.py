@@ -591,21 +591,37 @@ def report(runs: dict, quick: bool, out: pathlib.Path) -> None:
     draw(found, out / "methods.png")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = tasks(quick=False)
+def shared_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of all runs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--tasks", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 8, 100])
-    parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rates", type=int, default=MOST_RATES, help="the most for a method")
     parser.add_argument("--quick", action="store_true", help="a few steps, no data")
     parser.add_argument("--redraw", action="store_true", help="only draw")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of the command line.
+
+    Raises:
+      SystemExit: if there must be data, and is none.
+    """
     args = parser.parse_args()
     if args.data is None and not (args.quick or args.redraw):
         raise SystemExit("`--data` must name the folder of the data. Or pass `--quick`.")
+    return args
+
+
+def main() -> None:
+    parser = shared_parser(__doc__)
+    known = tasks(quick=False)
+    parser.add_argument("--tasks", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 8, 100])
+    parser.add_argument("--methods", nargs="+", help="some of them, by name")
+    args = parsed(parser)
     names = args.methods or list(METHODS)
     if unknown := set(names) - set(METHODS):
         raise SystemExit(f"no method {', '.join(sorted(unknown))}: there are {'; '.join(METHODS)}.")

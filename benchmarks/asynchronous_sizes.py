@@ -12,7 +12,6 @@ seed; the loss of validation data chooses. Then every seed trains 5,000 steps at
 the output folder and is not run again. `--redraw` makes the tables and the picture again from that file.
 """
 
-import argparse
 import functools
 import math
 import pathlib
@@ -23,7 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
-from asynchronous_methods import FACTOR, METHODS, MOST_RATES, SEQ_LEN, Method, Task, Trainer, text
+from asynchronous_methods import FACTOR, METHODS, SEQ_LEN, Method, Task, Trainer, parsed, shared_parser, text
 from asynchronous_scale import Runs, best_rate, mean_of, search
 
 from models import Transformer
@@ -215,17 +214,9 @@ def report(runs: dict, budget: Budget, out: pathlib.Path, sizes: list[str]) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser = shared_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", type=int, default=MOST_RATES, help="the most for a method")
-    parser.add_argument("--quick", action="store_true", help="a few steps, no data")
-    parser.add_argument("--redraw", action="store_true", help="only draw")
-    args = parser.parse_args()
-    if args.data is None and not (args.quick or args.redraw):
-        raise SystemExit("`--data` must name the folder of the data. Or pass `--quick`.")
+    args = parsed(parser)
     args.out.mkdir(parents=True, exist_ok=True)
     runs = Runs(args.out / "runs.json")
     budget = Budget(4, 2) if args.quick else Budget(5000, 1000)

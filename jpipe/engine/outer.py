@@ -41,7 +41,7 @@ def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields) -> Fields:
     shapes = moving_weights(spec.packings, spec.layout["parameters"].shapes)
     fragments = Fragments(local_steps, shapes)
 
-    def on_device(fragment: Any, arrays: Fields) -> Fields:
+    def on_device(subset: Any, arrays: Fields) -> Fields:
         moving = {
             field: {n: a for n, a in packed.items() if n in shapes or n in fragments.leaves}
             for field, packed in arrays.items()
@@ -49,14 +49,13 @@ def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields) -> Fields:
         # In whole numbers of rows fragments would be unlike: many arrays have one or two.
         flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, moving)
         if local_steps.sparse is not None:
-            flat = LateFragments(fragments, local_steps.sparse).outer_step(fragment, flat)
+            flat = LateFragments(fragments, local_steps.sparse).outer_step(subset, flat)
         else:
-            for k in local_steps.fragments(static):
+            for k in local_steps.fragments(fragment):
                 flat = fragments.bring_together(k, flat)
         moved = jax.tree.map(lambda a, like: a.reshape(like.shape), flat, moving)
         return {field: packed | moved[field] for field, packed in arrays.items()}
 
-    static = fragment
     specs = {name: spec.layout[name].spec for name in FIELDS}
     body = jax.shard_map(
         on_device,
@@ -66,8 +65,8 @@ def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields) -> Fields:
         axis_names={STAGE, DATA},
         check_vma=False,
     )
-    dynamic = None if fragment is None or local_steps.sparse is None else jnp.int32(fragment)
-    return body(dynamic, {name: arrays[name] for name in FIELDS})
+    subset = None if fragment is None or local_steps.sparse is None else jnp.int32(fragment)
+    return body(subset, {name: arrays[name] for name in FIELDS})
 
 
 class Fragments:

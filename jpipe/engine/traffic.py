@@ -65,8 +65,8 @@ def messages(engine: TrainingPass) -> list[MessageRecord]:
             packings[route.inbox].num_bytes,
         )
         for route, pack in engine.routes
+        if not route.stays
         for source, target in route.target.items()
-        if source != target  # what a sender keeps does not travel
     ]
     for s in range(stages.num_stages):
         number = len(engine.lowered.copies[s]) * engine.num_replicas

@@ -219,8 +219,9 @@ class MessageEnd(NamedTuple):
         if "message_compression" in written:
             written = written.replace(message_compression=kept)
         written = self._write(written, self.inbox, self.places, wires)
-        if (support_inbox(self.inbox), self.stage.scalars.lane) in self.stage.spec.lowered.outgoing and supports:
-            written = self._write(written, support_inbox(self.inbox), self.support_places, supports)
+        kept_in = support_inbox(self.inbox)
+        if supports and _is_sent(self.stage, kept_in):
+            written = self._write(written, kept_in, self.support_places, supports)
         return written
 
     def _write(
@@ -305,7 +306,7 @@ def send_skips(
 ) -> Written:
     """Sends the skips that leave the stage."""
     for name, end in _skip_ends(stage, "source", gradient=False):
-        if _is_sent(stage, end):
+        if _is_sent(stage, end.inbox):
             written = end.send(written, read, skips[name])
     return written
 
@@ -319,14 +320,14 @@ def send_skip_gradients(
     """Sends the gradients of the skips that the stage has popped."""
     activations = dict(_skip_ends(stage, "target", gradient=False))
     for name, end in _skip_ends(stage, "target", gradient=True):
-        if _is_sent(stage, end):
+        if _is_sent(stage, end.inbox):
             arrived = wires_with_gradients(activations[name], read)
             written = end.send(written, read, gradients[name], arrived)
     return written
 
 
-def _is_sent(stage: StageContext, end: MessageEnd) -> bool:
-    return (end.inbox, stage.scalars.lane) in stage.spec.lowered.outgoing
+def _is_sent(stage: StageContext, inbox: str) -> bool:
+    return (inbox, stage.scalars.lane) in stage.spec.lowered.outgoing
 
 
 def wires_with_gradients(end: MessageEnd, read: TickArrays) -> list[list[jax.Array]]:

@@ -38,7 +38,7 @@ import jax.extend.core as jex
 
 from jpipe.layers.avals import abstract, is_inexact, is_narrower, num_bytes
 from jpipe.layers.equations import Equations, contains, variables
-from jpipe.layers.flow import cast_of, inputs_read
+from jpipe.layers.flow import casts_of, inputs_read
 from jpipe.layers.mapped_residuals import with_own_maps
 from jpipe.layers.products import AS_TRACED, GradientForms, ProductForm, ProductRule, with_products
 from jpipe.layers.rectified import with_compared_results
@@ -197,8 +197,7 @@ class LayerProgram:
 
         What a backward reads of parameters is computed by equations of the forward.
         """
-        inputs = self.forward_equations.inputs[: len(self.parameters)]
-        casts = [cast_of(self.forward_equations, v) for v in inputs]
+        casts = casts_of(self.forward_equations, self.forward_equations.inputs[: len(self.parameters)])
         return tuple(
             cast if cast is not None and is_narrower(cast, a.dtype) else a.dtype
             for a, cast in zip(self.parameters, casts, strict=True)

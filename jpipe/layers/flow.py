@@ -108,11 +108,14 @@ def _source_in(eqn: Any, result: int) -> int | None:
     return operand
 
 
-def cast_of(equations: Equations, variable: Any) -> Any:
-    """The dtype that every equation which reads a variable casts it to; None: something reads it as it is."""
-    dtypes = {
-        eqn.params["new_dtype"] if eqn.primitive.name == "convert_element_type" else None
-        for eqn in equations.equations
-        if any(v is variable for v in eqn.invars)
-    }
-    return dtypes.pop() if len(dtypes) == 1 and not any(v is variable for v in equations.outputs) else None
+def casts_of(equations: Equations, inputs: Sequence) -> list:
+    """For each input the dtype that every equation which reads it casts it to; None: something reads it as it is."""
+    dtypes: dict[Any, set] = {v: set() for v in inputs}
+    for eqn in equations.equations:
+        for v in dict.fromkeys(variables(eqn.invars)):
+            if v in dtypes:
+                dtypes[v].add(eqn.params["new_dtype"] if eqn.primitive.name == "convert_element_type" else None)
+    for v in variables(equations.outputs):
+        if v in dtypes:
+            dtypes[v].add(None)
+    return [next(iter(read)) if len(read) == 1 else None for read in dtypes.values()]

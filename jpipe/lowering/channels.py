@@ -39,6 +39,11 @@ class Route:
     payload: Any
     kept: bool = False
 
+    @property
+    def stays(self) -> bool:
+        """Whether its messages stay on the stage that sends them."""
+        return all(source == target for source, target in self.target.items())
+
 
 def neighbours(num_stages: int, activation: Any = 0, gradient: Any = 0) -> list[Route]:
     """The two routes of every pipeline: activations to the next stage, gradients back.

@@ -228,7 +228,7 @@ def _inboxes(builder: Builder) -> dict[str, list[Block]]:
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
         listed = inboxes.setdefault(route.inbox, [])
-        if route.operation == "backward" or source == target:
+        if route.operation == "backward" or route.stays:
             read = builder.at("backward", column, backward, 1.0)
             accesses = [(arrived, "write"), (read, "read")]
             listed.append(builder.block(words, "message", size, arrived, read, accesses, stage=target))

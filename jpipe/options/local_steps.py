@@ -306,12 +306,9 @@ class LocalSteps:
         """The state before training, on a device."""
         zeros = {name: jnp.zeros(a.shape, a.dtype) for name, a in _wide(weights).items()}
         values = jax.tree.leaves(self.outer.init(zeros))
-        first = {}
-        for i, (name, leaf) in enumerate(self.state_leaves(weights).items()):
-            first[name] = (
-                jnp.broadcast_to(values[i], leaf.shape.shape) if i < len(values) else jnp.zeros_like(leaf.shape)
-            )
-        return first
+        outer = self.outer_leaves(weights)
+        first = {name: jnp.broadcast_to(a, outer[name].shape.shape) for name, a in zip(outer, values, strict=True)}
+        return {name: jnp.zeros_like(leaf.shape) for name, leaf in self.state_leaves(weights).items()} | first
 
     def updated(self, anchor: Packed, mean: Packed, state: Sequence[jax.Array]) -> tuple[Packed, list[jax.Array]]:
         """The weights of a fragment after an outer step, and the leaves of the new state.

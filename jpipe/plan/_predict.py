@@ -183,10 +183,9 @@ def stage_costs(
     number = device_numbers(machine, dcn, D, num_replicas)
     # Seconds of the messages after a stage's forward, and after the backward of the next stage.
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
-    for route, packing in _routes(profile, starts, compress_messages):
+    routes = _routes(profile, starts, compress_messages)
+    for route, packing in [(route, packing) for route, packing in routes if not route.stays]:
         for source, target in route.target.items():
-            if source == target:
-                continue  # what a sender keeps does not travel
             # Of the links between copies, in all replicas, the slowest, because it ends the tick.
             pairs = [pair for pair in itertools.product(copies[source], copies[target]) if pair[0] != pair[1]]
             links = {tuple(number[list(pair), r].tolist()) for pair in pairs for r in range(num_replicas)}
