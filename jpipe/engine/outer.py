@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jpipe.engine.context import TrainingDevice
+from jpipe.engine.layout import REPLICATED
+from jpipe.engine.newest import HookedWeights, NewestRows
 from jpipe.engine.state import moving_weights
 from jpipe.engine.training import TrainingPass
 from jpipe.mesh import DATA, STAGE
@@ -18,8 +21,8 @@ Packed = dict[str, jax.Array]
 Fields = dict[str, Packed]
 OUTER = ("anchor", "outer_state")
 """The fields of a state that outer steps alone read and write."""
-FIELDS = ("parameters", *OUTER)
-"""The fields of a state that an outer step reads and writes."""
+FIELDS = ("parameters", "read_parameters", *OUTER)
+"""The fields of a state that an outer step changes."""
 
 
 def static_arguments(spec: TrainingPass) -> tuple[int, ...]:
@@ -28,45 +31,57 @@ def static_arguments(spec: TrainingPass) -> tuple[int, ...]:
     return (0,) if spec.communication.local_steps.sparse is None else ()
 
 
-def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields) -> Fields:
+def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields, read: Fields) -> Fields:
     """The fields `FIELDS` after an outer step.
+
+    It moves the newest weights. Microbatches in flight that read older ones go on with these.
 
     Args:
       spec: the pass of training.
       fragment: the fragment that comes together; None: all of them.
       arrays: the fields before it, global arrays.
+      read: the counters of the state, and the optimizer's state.
     """
     local_steps = spec.communication.local_steps
     assert local_steps is not None
-    shapes = moving_weights(spec.packings, spec.layout["parameters"].shapes)
+    shapes = moving_weights(spec.packings, spec.layout["anchor"].shapes)
     fragments = Fragments(local_steps, shapes)
 
-    def on_device(subset: Any, arrays: Fields) -> Fields:
-        moving = {
-            field: {n: a for n, a in packed.items() if n in shapes or n in fragments.leaves}
-            for field, packed in arrays.items()
-        }
+    def brought_together(subset: Any, arrays: Fields) -> Fields:
         # In whole numbers of rows fragments would be unlike: many arrays have one or two.
-        flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, moving)
+        flat = jax.tree.map(lambda a: a.reshape(len(a), -1) if a.ndim > 2 else a, arrays)
         if local_steps.sparse is not None:
             flat = LateFragments(fragments, local_steps.sparse).outer_step(subset, flat)
         else:
             for k in local_steps.fragments(fragment):
                 flat = fragments.bring_together(k, flat)
-        moved = jax.tree.map(lambda a, like: a.reshape(like.shape), flat, moving)
-        return {field: packed | moved[field] for field, packed in arrays.items()}
+        return jax.tree.map(lambda a, like: a.reshape(like.shape), flat, arrays)
+
+    def on_device(subset: Any, arrays: Fields, read: Fields) -> Fields:
+        counters = spec.counters(read["counters"])
+        device = TrainingDevice.here(spec, counters, counters["round"])
+        newest, weights = NewestRows(device), {n: arrays["parameters"][n] for n in shapes}
+        moving = {field: {n: a for n, a in arrays[field].items() if n in shapes or n in fragments.leaves} for field in OUTER}
+        moved = brought_together(subset, {"parameters": newest.take(weights), **moving})
+        hooked = HookedWeights(device).of(moved["parameters"], read["optimizer_state"])
+        return {
+            "parameters": arrays["parameters"] | newest.put(weights, moved["parameters"]),
+            "read_parameters": {n: newest.put(a, hooked[n]) for n, a in arrays["read_parameters"].items()},
+            **{field: arrays[field] | moved[field] for field in OUTER},
+        }
 
     specs = {name: spec.layout[name].spec for name in FIELDS}
+    specs_read = {"counters": REPLICATED, "optimizer_state": spec.layout["optimizer_state"].spec}
     body = jax.shard_map(
         on_device,
         mesh=spec.mesh,
-        in_specs=(PartitionSpec(), specs),
+        in_specs=(PartitionSpec(), specs, specs_read),
         out_specs=specs,
         axis_names={STAGE, DATA},
         check_vma=False,
     )
     subset = None if fragment is None or local_steps.sparse is None else jnp.int32(fragment)
-    return body(subset, {name: arrays[name] for name in FIELDS})
+    return body(subset, arrays, read)
 
 
 class Fragments:

@@ -186,13 +186,15 @@ def moving_weights(packings: StatePackings, shapes: Mapping[str, Any]) -> dict[s
 
 
 def _anchor(facts: StateFacts) -> dict[str, Any]:
-    return {} if facts.local_steps is None else _parameters(facts)
+    if facts.local_steps is None:
+        return {}
+    return packed_shapes(facts.mesh, facts.packings.parameters, facts.array_rows["anchor"])
 
 
 def _outer_state(facts: StateFacts) -> dict[str, Any]:
     if facts.local_steps is None:
         return {}
-    moving = moving_weights(facts.packings, _parameters(facts))
+    moving = moving_weights(facts.packings, _anchor(facts))
     return {i: leaf.shape for i, leaf in facts.local_steps.state_leaves(moving).items()}
 
 
@@ -205,7 +207,7 @@ def _first_outer_state(engine: Any) -> dict[str, Any]:
     local_steps = engine.communication.local_steps
     if local_steps is None:
         return {}
-    return local_steps.first_state(moving_weights(engine.packings, engine.layout["parameters"].shapes))
+    return local_steps.first_state(moving_weights(engine.packings, engine.layout["anchor"].shapes))
 
 
 STATE_ARRAYS = (
@@ -271,8 +273,6 @@ STATE_ARRAYS = (
             functools.partial(_run_leaves, "parameters"),
             lambda layer: layer.parameters,
         ),
-        rows="parameters",
-        has_versions=True,
     ),
     StateArray(
         "outer_state",

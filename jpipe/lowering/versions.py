@@ -8,6 +8,7 @@ Letters: T ticks, D devices, S stages, R stages of a device at most, V weight ve
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +36,9 @@ class VersionRows:
     stale: np.ndarray | None = None
     updates: int | np.ndarray = 1
 
-    def newest_rows(self, rounds: int) -> np.ndarray:
-        """The slot of each stage's newest version after some rounds, int `[S]`."""
-        return np.maximum(rounds * self.updates + self.newest, 0) % self.num_versions
+    def newest_rows(self, rounds: Any) -> Any:
+        """The slot of each stage's newest version after some rounds, int `[S]`. `rounds` may be traced."""
+        return (rounds * self.updates + self.newest).clip(0) % self.num_versions
 
     def chunk_rows(self, stage: int, device: int, chunk: int) -> slice:
         """The rows of a stage on a device."""

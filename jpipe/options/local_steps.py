@@ -221,11 +221,6 @@ class LocalSteps:
                 f"`local_steps` takes weights that are whole on a device, and the mesh splits them over {split}. Leave "
                 'these axes out, and use "data" alone.'
             )
-        if not schedule.synchronous:
-            raise ValueError(
-                f"`local_steps` needs a synchronous schedule, got {schedule.name!r}: microbatches in flight read "
-                "weights from before an outer step. Choose one_f_one_b or another synchronous one."
-            )
         if schedule.has_copies:
             raise ValueError(
                 '`local_steps` is for replicas along "data", and the schedule has copies of stages. Take one without '

@@ -347,8 +347,8 @@ class Program:
 
     @functools.cached_property
     def _outer_step(self) -> Callable[..., Any]:
-        def run(fragment: Any, arrays: dict[str, Any]) -> dict[str, Any]:
-            return outer.outer_step(self.engine, fragment, arrays)
+        def run(fragment: Any, arrays: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+            return outer.outer_step(self.engine, fragment, arrays, read)
 
         static = outer.static_arguments(self.engine)
         return jax.jit(run, static_argnums=static, donate_argnums=1 if self.settings.donate else ())
@@ -356,8 +356,9 @@ class Program:
     def outer_step(self, state: PipelineState, fragment: int | None) -> PipelineState:
         """Brings learners together: see `jpipe.options.local_steps`."""
         arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
+        read = {"counters": state.counters(), "optimizer_state": state.optimizer_state}
         with _watchdog.Phase("outer_step", _watchdog.LONG, self.settings.rows is not None):
-            return dataclasses.replace(state, **self._outer_step(fragment, arrays))
+            return dataclasses.replace(state, **self._outer_step(fragment, arrays, read))
 
     @property
     def minibatch(self) -> Any:
@@ -402,8 +403,7 @@ class Program:
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
         batch = self.batches.microbatches(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
-        means = self.metrics.means if self.engine.local_steps is None else jax.vmap(self.metrics.means)
-        return self._pack_outputs(state, means(totals))
+        return self._pack_outputs(state, self.metrics.means(totals))
 
     def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array):
         """One pass over the table: the new state, and the totals that `StepMetrics.means` takes."""

@@ -79,6 +79,9 @@ class StepMetrics:
 
     def means(self, totals: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics, from totals. Without a microbatch that finished a mean is 0 / 0, which is NaN."""
+        return self._means(totals) if self.engine.local_steps is None else jax.vmap(self._means)(totals)
+
+    def _means(self, totals: Mapping[str, Any]) -> dict[str, Any]:
         count = totals["count"]
         loss, aux = mean_of_sums(totals["loss"], self.loss.aux_tree.unflatten(totals["aux"]), count)
         metrics = {
@@ -105,6 +108,9 @@ class StepMetrics:
         }
         if self.settings.has_aux:
             metrics["aux"], *_ = self.loss.aux_tree.unflatten(map(unknown, self.loss.aux))
+        if self.engine.local_steps is not None:
+            R = self.settings.num_replicas
+            metrics = jax.tree.map(lambda a: jnp.broadcast_to(a, (R, *a.shape)), metrics)
         if self.settings.numbers.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
         if self.settings.communication.compresses:
