@@ -54,7 +54,17 @@ def stages_of_layers(records):
     return [record.stage for record in records for _ in range(*record.layers)]
 
 
-def train_with_delays(
+def train_with_delays(*args, **options):
+    """Asynchronous training to the end: see `steps_with_delays`.
+
+    Returns: the loss of every microbatch, and the final weights of the complete minibatches.
+    """
+    *_, (losses, versions) = steps_with_delays(*args, **options)
+    newest = {i: leaf for per_stage in versions.values() for i, leaf in enumerate(per_stage[-1]) if leaf is not None}
+    return losses, jax.tree.map(np.asarray, [newest[i] for i in sorted(newest)])
+
+
+def steps_with_delays(
     model,
     stage_of_layer,
     params,
@@ -93,7 +103,8 @@ def train_with_delays(
       annealing_steps, decay, predicts, max_norm: see above.
       spike: mu and eta of spike compensation, see above.
 
-    Returns: the loss of every microbatch, and the final weights of the complete minibatches.
+    Yields, after each microbatch: the losses so far, and stage -> the versions of its weights, which the caller may
+      change: a list with None for layers of other stages.
     """
     stages = sorted(set(stage_of_layer))
     tau, ahead = ({s: max(each(s, j) for j in range(N)) for s in stages} for each in (delay, backward_delay))
@@ -168,7 +179,7 @@ def train_with_delays(
                 velocities[s].append(velocity)
                 versions[s].append(optax.apply_updates(versions[s][-1], updates))
             sums = None
-    return losses, jax.tree.map(np.asarray, joined({s: versions[s][-1] for s in stages}))
+        yield losses, versions
 
 
 def train_by_rhythm(model, stage_of_layer, params, loss, optimizers, microbatches, every, replicas, max_norm=None):

@@ -34,14 +34,14 @@ def local_steps_of(mesh: Any) -> jpipe.LocalSteps | None:
 def after_step(config: Any, pipe: jpipe.Pipeline, state: jpipe.PipelineState, step: int) -> jpipe.PipelineState:
     """The state after the outer step that is due after a step; the same state if none is.
 
-    Each of the fragments comes together once in `local_steps`, at even distances. Where means are late, all come
-    together after the last step.
+    Each of the fragments comes together once in `local_steps`, at even distances. Where means are late, or microbatches
+    are in flight, these are completed after the last step, and all fragments come together.
     """
     if pipe.local_steps is None:
         return state
     mesh = config.mesh
-    if step == config.num_steps and pipe.local_steps.sparse is not None:
-        return pipe.outer_step(state)
+    if step == config.num_steps and not (pipe.schedule.synchronous and pipe.local_steps.sparse is None):
+        return pipe.outer_step(pipe.flush(state)[0])
     every = mesh.local_steps // mesh.fragments
     return state if step % every else pipe.outer_step(state, (step // every - 1) % mesh.fragments)
 

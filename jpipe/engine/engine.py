@@ -92,11 +92,12 @@ def _specs(spec: PassSpec, groups: Iterable[str]) -> dict[str, Any]:
     return {name: spec.layout[name].spec for name in groups}
 
 
-def in_all_versions(spec: TrainingPass, weights: Any, rounds: jax.Array) -> Any:
+def in_all_versions(spec: TrainingPass, field: str, weights: Any, rounds: jax.Array) -> Any:
     """Copies the weights after some rounds to the rows of all versions.
 
     Args:
       spec: the pass that has trained the weights.
+      field: the field of the state that holds them.
       weights: global arrays, packed like the group "parameters".
       rounds: int32 `[]`, the number of rounds that all stages have completed.
     """
@@ -144,8 +145,8 @@ def in_all_versions(spec: TrainingPass, weights: Any, rounds: jax.Array) -> Any:
     body = jax.shard_map(
         on_device,
         mesh=spec.mesh,
-        in_specs=layouts.REPLICATED,
-        out_specs=layouts.REPLICATED,
+        in_specs=spec.layout[field].spec,
+        out_specs=spec.layout[field].spec,
         axis_names={STAGE, DATA} & set(spec.mesh.axis_names),
         check_vma=False,
     )

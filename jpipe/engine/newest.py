@@ -106,9 +106,9 @@ class HookedWeights:
             branches = [functools.partial(stage, update, chunk) for update in spec.updates.programs]
             number, home = (jnp.asarray(a)[here, chunk] for a in (self.numbers, self.homes))
             read = lax.switch(number, [*branches, lambda home, read: read], home, read)
-        for unit, home in enumerate(spec.lowered.homes):
+        for unit, home_of_unit in enumerate(spec.lowered.homes):
             update = spec.updates.owner_updates[spec.schedule.num_stages + unit]
-            read = stage(update, 0, jnp.int32(home), read)
+            read = stage(update, 0, jnp.int32(home_of_unit), read)
         return read
 
     def _of_owner(
@@ -124,10 +124,14 @@ class HookedWeights:
 
         firsts = [copies[0] for copies in update.parameters]
         weights = [whole(parted.get(p), packing.read(newest, p, lead, i)) for p, i in firsts]
-        state = [whole(piece.parted, packing.read(optimizer_state, piece.place, lead_of_state)) for (piece,) in update.state]
+        state = [
+            whole(piece.parted, packing.read(optimizer_state, piece.place, lead_of_state)) for (piece,) in update.state
+        ]
         for name, packed in read.items():
             delay = jnp.asarray(device.spec.delays[name], jnp.float32)[home]
-            for copies, before, value in zip(update.parameters, weights, update.param_hooks[name](weights, state, delay), strict=True):
+            for copies, before, value in zip(
+                update.parameters, weights, update.param_hooks[name](weights, state, delay), strict=True
+            ):
                 value = jnp.where(delay > 0, value, before)
                 for place, i in copies:
                     leaf = parted.get(place)

@@ -18,7 +18,8 @@ from jpipe.mesh import DATA, STAGE
 from jpipe.options.local_steps import ARRIVALS, FRAGMENTS, MEAN, MOVED, NUMBER, SENT, LocalSteps, SparseAverage
 
 Packed = dict[str, jax.Array]
-Fields = dict[str, Packed]
+Fields = dict[str, Any]
+"""Field of a state -> its packed arrays."""
 OUTER = ("anchor", "outer_state")
 """The fields of a state that outer steps alone read and write."""
 FIELDS = ("parameters", "read_parameters", *OUTER)
@@ -61,7 +62,9 @@ def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields, read: Fields) 
         counters = spec.counters(read["counters"])
         device = TrainingDevice.here(spec, counters, counters["round"])
         newest, weights = NewestRows(device), {n: arrays["parameters"][n] for n in shapes}
-        moving = {field: {n: a for n, a in arrays[field].items() if n in shapes or n in fragments.leaves} for field in OUTER}
+        moving = {
+            field: {n: a for n, a in arrays[field].items() if n in shapes or n in fragments.leaves} for field in OUTER
+        }
         moved = brought_together(subset, {"parameters": newest.take(weights), **moving})
         hooked = HookedWeights(device).of(moved["parameters"], read["optimizer_state"])
         return {

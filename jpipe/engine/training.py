@@ -162,7 +162,7 @@ class TrainingPass(PassSpec):
         return bool(axes) and stays_in_slices(self.mesh, axes)
 
     def _array_rows(self) -> dict[str, ArrayRows]:
-        """Adds "gradients" (also errors of compression), "optimizer_state", "anchor" and the table's `RINGS` to `PassSpec`."""
+        """Adds "gradients" (also errors of compression), "optimizer_state", "anchor" and `RINGS` to `PassSpec`."""
         stages, updates = self.stages, self.updates
         rings = {
             ring: ArrayRows.per_slot(self.lowered, ring, pack.arrays, self._arrays_of_stages(pack))

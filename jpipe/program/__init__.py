@@ -450,7 +450,7 @@ class Program:
         state, metrics = self._drain(state, rows)
         empty = jax.tree.map(jnp.zeros_like, {**state.in_flight(), "round": state.round})
         newest_of = {
-            name: in_all_versions(self.engine, getattr(state, name), newest) for name in arrays_with_versions()
+            name: in_all_versions(self.engine, name, getattr(state, name), newest) for name in arrays_with_versions()
         }
         started = state.started + newest * N
         state = dataclasses.replace(state, **newest_of, started=started, **empty)

@@ -1,7 +1,6 @@
 """`jpipe.LocalSteps`: a plain loop of learners, the bytes between them, evaluation, checkpoints, adoption, refusals."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -10,147 +9,28 @@ import numpy as np
 import optax
 import pytest
 from collectives import collectives
-from flax import nnx
 from helpers import assert_close, refused
+from learners import (
+    DILOCO,
+    DIM,
+    INNER,
+    KEY,
+    LAYERS,
+    LEARNERS,
+    NESTEROV,
+    LateLearners,
+    Learners,
+    N,
+    batches,
+    loss,
+    pipeline,
+    plain,
+    subsets,
+)
 
 import jpipe
 from jpipe import schedules
 from jpipe.engine import outer
-
-DIM, LEARNERS, N, ROWS, KEY = 4, 2, 2, 2, jax.random.key(0)
-LAYERS = [functools.partial(nnx.Linear, DIM, DIM) for _ in range(4)]
-INNER = optax.chain(jpipe.optim.clip_by_global_norm(0.5), optax.adam(0.05))
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
-
-
-def loss(outputs, batch):
-    return jnp.mean((outputs - batch["targets"]) ** 2)
-
-
-def plain(params, batch):
-    x = batch["inputs"]
-    for layer in params:
-        x = x @ layer["kernel"] + layer["bias"][None]
-    return loss(x, batch)
-
-
-def batches(number):
-    arrays = np.random.default_rng(0).standard_normal((number, 2, LEARNERS * N * ROWS, DIM)).astype("float32")
-    return [{"inputs": x, "targets": y} for x, y in arrays]
-
-
-DILOCO = jpipe.LocalSteps(NESTEROV)
-
-
-def pipeline(local_steps=DILOCO, schedule=schedules.one_f_one_b, S=2, data=LEARNERS, **options):
-    schedule = schedule(S, N)
-    return jpipe.Pipeline(
-        LAYERS,
-        **{"loss": loss, "optimizer": INNER, **options},
-        schedule=schedule,
-        mesh=jpipe.make_mesh(stage=schedule.num_devices, data=data),
-        local_steps=local_steps,
-    )
-
-
-class Learners:
-    """The plain loop: every learner with weights of its own, on one device."""
-
-    def __init__(self, params, optimizer):
-        self.anchor, self.outer, self.outer_state = params, optimizer, optimizer.init(params)
-        self.weights, self.states = [params] * LEARNERS, [optax.adam(0.05).init(params)] * LEARNERS
-
-    def step(self, batch):
-        losses, norms = [], []
-        for r in range(LEARNERS):
-            size = len(batch["inputs"]) // LEARNERS
-            rows = {name: a[r * size : (r + 1) * size] for name, a in batch.items()}
-            value, gradients = jax.value_and_grad(plain)(self.weights[r], rows)
-            norm = float(optax.global_norm(gradients))
-            gradients = jax.tree.map(lambda g: g * min(1, 0.5 / norm), gradients)  # noqa: B023
-            updates, self.states[r] = optax.adam(0.05).update(gradients, self.states[r])
-            self.weights[r] = optax.apply_updates(self.weights[r], updates)
-            losses.append(float(value))
-            norms.append(norm)
-        return losses, norms
-
-    def outer_step(self):
-        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *self.weights)
-        moved = jax.tree.map(jnp.subtract, self.anchor, mean)
-        updates, self.outer_state = self.outer.update(moved, self.outer_state, self.anchor)
-        self.anchor = optax.apply_updates(self.anchor, updates)
-        self.weights = [self.anchor] * LEARNERS
-
-
-class LateLearners(Learners):
-    """The plain loop of late averages of subsets, which keeps all that was sent: one outer optimizer for each subset."""
-
-    def __init__(self, params, local_steps, masks):
-        super().__init__(params, local_steps.outer)
-        self.sparse, self.masks, self.in_flight = local_steps.sparse, masks, []
-        self.outer_states = [self.outer_state] * len(masks)
-        self.averages = [jax.tree.map(jnp.zeros_like, params)] * LEARNERS
-        self.arrivals = [0] * len(masks)
-
-    def outer_step(self, k=0):
-        """Subset k is sent; the mean that was sent `delay` outer steps before arrives."""
-        delay = self.sparse.delay
-        if delay and len(self.in_flight) >= delay:
-            self.arrive(*self.in_flight[-delay])
-        self.in_flight.append((k, list(self.weights)))
-        if not delay:
-            self.arrive(*self.in_flight[-1])
-
-    def arrive(self, k, sent):
-        mask = self.masks[k]
-        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *sent)
-        moved = jax.tree.map(jnp.subtract, self.anchor, mean)
-        updates, self.outer_states[k] = self.outer.update(moved, self.outer_states[k], self.anchor)
-        self.anchor = self.where(mask, optax.apply_updates(self.anchor, updates), self.anchor)
-        self.arrivals[k] += 1
-        for r in range(LEARNERS):
-            corrected = self.anchor
-            if self.sparse.correction is not None:
-                decay = self.sparse.correction
-                averages = jax.tree.map(
-                    lambda e, w, s: decay * e + (1 - decay) * (w - s),  # noqa: B023
-                    self.averages[r],
-                    self.weights[r],
-                    sent[r],
-                )
-                self.averages[r] = self.where(mask, averages, self.averages[r])
-                debiased = 1 - decay ** self.arrivals[k]
-                corrected = jax.tree.map(lambda a, e: a + e / debiased, self.anchor, averages)  # noqa: B023
-            self.weights[r] = self.where(mask, corrected, self.weights[r])
-
-    def together(self):
-        """All of them at once, each with the outer optimizer of its subset."""
-        self.in_flight = []
-        mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *self.weights)
-        moved, anchor = jax.tree.map(jnp.subtract, self.anchor, mean), self.anchor
-        for k, mask in enumerate(self.masks):
-            updates, self.outer_states[k] = self.outer.update(moved, self.outer_states[k], anchor)
-            self.anchor = self.where(mask, optax.apply_updates(anchor, updates), self.anchor)
-        self.weights = [self.anchor] * LEARNERS
-
-    @staticmethod
-    def where(mask, new, old):
-        return jax.tree.map(jnp.where, mask, new, old)
-
-
-def subsets(local_steps, **options):
-    """For each subset, which entries of the weights are in it: those that an outer step without delay moves."""
-    at_once = jpipe.SparseAverage(delay=0, correction=None, seed=local_steps.sparse.seed)
-    pipe = pipeline(jpipe.LocalSteps(optax.sgd(1.0), local_steps.num_fragments, at_once), **options)
-    state = pipe.init(KEY, batches(1)[0])
-    state = dataclasses.replace(state, parameters=jax.tree.map(lambda a: a + 1, state.parameters))
-    masks = []
-    for k in range(local_steps.num_fragments):
-        before = pipe.get_params(state)
-        state = pipe.outer_step(state, k)
-        masks.append(jax.tree.map(lambda a, b: np.asarray(a != b), before, pipe.get_params(state)))
-    jax.tree.map(lambda *each: np.testing.assert_array_equal(sum(a.astype(int) for a in each), 1), *masks)
-    return masks
 
 
 def check_equal(pipe, state, data, learners, every=2):
@@ -238,7 +118,8 @@ def test_a_subset_alone_is_sent(fragments, delay):
     pipe = pipeline(jpipe.LocalSteps(optax.sgd(1.0), fragments, jpipe.SparseAverage(delay)))
     state = pipe.init(KEY, batches(1)[0])
     arrays = {name: dict(getattr(state, name)) for name in outer.FIELDS}
-    sent = collectives(state.program._outer_step.lower(0, arrays).compile().as_text())
+    read = {"counters": state.counters(), "optimizer_state": state.optimizer_state}
+    sent = collectives(state.program._outer_step.lower(0, arrays, read).compile().as_text())
     assert {c.kind for c in sent} == {"all-reduce"}
     assert all(sorted(map(len, c.groups)) == [LEARNERS] * 2 for c in sent)
     # A device has two kernels and two biases.
@@ -385,10 +266,8 @@ PARTS = "must work element by element, and its update has"
         ),
         (lambda: jpipe.LocalSteps(NESTEROV, 2, 0.05), "`sparse` must be a `jpipe.SparseAverage`, got 0.05"),
         (lambda: pipeline(LATE).outer_step(None, fragment=3), "`fragment` must be from 0 to 2, of `num_fragments=3`"),
-        (lambda: pipeline(LATE, schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),
         (lambda: pipeline(NESTEROV), "`local_steps` must be a `jpipe.LocalSteps`, got"),
         (lambda: pipeline(data=1), '`local_steps` is for replicas along the axis "data"'),
-        (lambda: pipeline(schedule=schedules.pipedream), "needs a synchronous schedule, got 'pipedream'"),
         (lambda: pipeline(shard_optimizer=True), "`local_steps` and `shard_optimizer` exclude each other"),
         (
             lambda: pipeline(compress_gradients=jpipe.compress.PowerSGD(1)),
