@@ -5,7 +5,8 @@
 
 Four learners of two stages train on 8 CPU devices, each on a quarter of every batch of 128. All weights come together
 after the last step, and are evaluated on held-out digits. Every setting but plain data parallelism sends the same
-numbers in 20 steps: each weight once. `--out FILE` also writes the results as JSON.
+numbers in 20 steps: each weight once. `--schedule pipemare` has stages with late weights beside late means. `--out FILE`
+also writes the results as JSON.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def settings() -> dict[str, tuple]:
     }
 
 
-def train(local_steps: object, every: int, seeds: int, steps: int) -> list[tuple[float, float]]:
+def train(schedule: str, local_steps: object, every: int, seeds: int, steps: int) -> list[tuple[float, float]]:
     """For each seed the loss and the accuracy on the held-out digits."""
     import jax
     import optax
@@ -58,7 +59,7 @@ def train(local_steps: object, every: int, seeds: int, steps: int) -> list[tuple
         loss=model.loss(),
         has_aux=True,
         optimizer=optax.adamw(optax.cosine_decay_schedule(2e-3, steps), weight_decay=1e-2),
-        schedule=jpipe.schedules.one_f_one_b(2, 2),
+        schedule=jpipe.schedules.get(schedule)(2, 2),
         mesh=jpipe.make_mesh(stage=2, data=LEARNERS),
         local_steps=local_steps,
     )
@@ -70,9 +71,11 @@ def train(local_steps: object, every: int, seeds: int, steps: int) -> list[tuple
         state = pipe.init(jax.random.key(seed), first)
         for step in range(1, steps + 1):
             state, metrics = pipe.step(state, next(batches))
+            if step == steps:
+                state, _ = pipe.flush(state)
             if local_steps is not None and step % every == 0:
                 # On CPUs collectives of programs that overlap can wait for each other.
-                jax.block_until_ready(metrics)
+                jax.block_until_ready((state.arrays(), metrics))
                 whole = step == steps or every == H
                 state = pipe.outer_step(state, None if whole else step // every % H)
         held_out = evaluate(pipe, state, data.test, ROWS)
@@ -83,6 +86,7 @@ def train(local_steps: object, every: int, seeds: int, steps: int) -> list[tuple
 def main() -> None:
     """Trains all settings and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="one_f_one_b", help="by its name in `jpipe.schedules`")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=pathlib.Path)
@@ -93,7 +97,7 @@ def main() -> None:
     rows = {}
     print("| learners | held-out loss | held-out accuracy |\n|---|---|---|")
     for name, (local_steps, every) in settings().items():
-        rows[name] = train(local_steps, every, args.seeds, args.steps)
+        rows[name] = train(args.schedule, local_steps, every, args.seeds, args.steps)
         losses, accuracies = zip(*rows[name], strict=True)
         spreads = [statistics.stdev(values) if args.seeds > 1 else 0.0 for values in (losses, accuracies)]
         loss = f"{statistics.mean(losses):.4f} ± {spreads[0]:.4f}"

@@ -72,7 +72,7 @@ def test_fragments_come_together_at_even_distances():
         after_step(config, pipe, step, step)
     assert pipe.calls[4:] == [(9, 0), (12, None)]
     # And where microbatches are in flight.
-    pipe.local_steps, pipe.schedule = jpipe.LocalSteps(optax.sgd(1.0), 2), jpipe.schedules.pipemare(1, 1)
+    pipe.local_steps, pipe.schedule = jpipe.LocalSteps(optax.sgd(1.0), 2), jpipe.schedules.pipemare(2, 1)
     for step in (9, 12):
         after_step(config, pipe, step, step)
     assert pipe.calls[6:] == [(9, 0), (12, None)]
