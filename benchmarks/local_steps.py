@@ -5,8 +5,8 @@
 
 Four learners of two stages train on 8 CPU devices, each on a quarter of every batch of 128. All weights come together
 after the last step, and are evaluated on held-out digits. Every setting but plain data parallelism sends the same
-numbers in 20 steps: each weight once. `--schedule pipemare` has stages with late weights beside late means. `--out FILE`
-also writes the results as JSON.
+numbers in 20 steps: each weight once. `--schedule pipemare` has stages with late weights beside late means. `--out
+FILE` also writes the results as JSON.
 """
 
 import argparse

@@ -18,7 +18,7 @@ vocabulary.py    an embedding and a head that all devices run together
 sums.py          the sums of gradients in the arrays of a tick
 reductions.py    their reduction over replicas
 gradients.py     the exchange of compressed gradients between replicas
-outer.py         the outer step of replicas that train apart
+outer.py         the outer step of replicas that train apart; newest.py: the weights that it moves
 updates.py       the update of a tick; norms.py, ties.py: norms and skipped updates, tied weights
 """
 

@@ -76,7 +76,7 @@ class NewestRows:
 
 
 class HookedWeights:
-    """The weights that passes read from hooks, of the newest weights.
+    """The weights that hooks compute for passes, from the newest weights.
 
     Args:
       device: the device.
@@ -93,8 +93,10 @@ class HookedWeights:
             for place in copies:
                 self.homes[place], self.numbers[place] = s, spec.updates.program_of_stage[s]
 
-    def of(self, newest: Packed, optimizer_state: Packed) -> dict[str, Packed]:
+    def computed(self, newest: Packed, optimizer_state: Packed) -> dict[str, Packed]:
         """Pass -> the weights that it reads, packed like the newest ones."""
+        if not self.passes:
+            return {}
         spec, here = self.device.spec, self.device.position
         read = dict.fromkeys(self.passes, newest)
         arrays = newest, optimizer_state
@@ -129,10 +131,9 @@ class HookedWeights:
         ]
         for name, packed in read.items():
             delay = jnp.asarray(device.spec.delays[name], jnp.float32)[home]
-            for copies, before, value in zip(
-                update.parameters, weights, update.param_hooks[name](weights, state, delay), strict=True
-            ):
-                value = jnp.where(delay > 0, value, before)
+            hooked = update.param_hooks[name](weights, state, delay)
+            values = [jnp.where(delay > 0, a, b) for a, b in zip(hooked, weights, strict=True)]
+            for copies, value in zip(update.parameters, values, strict=True):
                 for place, i in copies:
                     leaf = parted.get(place)
                     part = value if leaf is None else part_of(device, leaf, value)

@@ -66,7 +66,7 @@ def outer_step(spec: TrainingPass, fragment: Any, arrays: Fields, read: Fields) 
             field: {n: a for n, a in arrays[field].items() if n in shapes or n in fragments.leaves} for field in OUTER
         }
         moved = brought_together(subset, {"parameters": newest.take(weights), **moving})
-        hooked = HookedWeights(device).of(moved["parameters"], read["optimizer_state"])
+        hooked = HookedWeights(device).computed(moved["parameters"], read["optimizer_state"])
         return {
             "parameters": arrays["parameters"] | newest.put(weights, moved["parameters"]),
             "read_parameters": {n: newest.put(a, hooked[n]) for n, a in arrays["read_parameters"].items()},

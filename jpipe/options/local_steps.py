@@ -143,8 +143,8 @@ class LocalSteps:
     In a step no gradient is exchanged between replicas: each is a learner, with its rows of the minibatch, its weights,
     its optimizer's state and its moving averages. `Pipeline.outer_step` takes the mean w of their weights and gives the
     difference from the weights of the last outer step, a - w, as a gradient to an optimizer. Its result is the weights
-    of all learners from then on. Their optimizers' states stay their own. In an asynchronous schedule the newest weights
-    of each stage are meant; microbatches in flight that read older versions go on with these.
+    of all learners from then on. Their optimizers' states stay their own. In an asynchronous schedule it moves the
+    newest weights of each stage, and microbatches in flight that read older versions go on with these.
 
     Attributes:
       outer: the optimizer of the outer step. `optax.sgd(0.7, momentum=0.9, nesterov=True)` is DiLoCo's;

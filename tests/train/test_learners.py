@@ -31,7 +31,11 @@ def losses(folder):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "late",
-    [[], ["mesh.fragments=2", "mesh.delay=1"], ["mesh.fragments=2", "asynchronous=pipemare-adamw", "pipeline.num_stages=2"]],
+    [
+        [],
+        ["mesh.fragments=2", "mesh.delay=1"],
+        ["mesh.fragments=2", "asynchronous=pipemare-adamw", "pipeline.num_stages=2"],
+    ],
 )
 def test_a_run_goes_on_where_it_was(late, tmp_path, capsys):
     options = ["mesh.local_steps=2", "checkpoint.every=3", *late]
