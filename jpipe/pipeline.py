@@ -34,11 +34,11 @@ from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import TrainingTrace
 from jpipe.layers.trainable import Trainable
-from jpipe.mesh import DATA, make_mesh
+from jpipe.mesh import make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
 from jpipe.options.host_memory import check_device_memory, check_offload
-from jpipe.options.local_steps import LocalSteps
+from jpipe.options.local_steps import LocalSteps, num_together
 from jpipe.options.loss_scale import LossScale
 from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes
@@ -315,7 +315,9 @@ class Pipeline:
         )
         self._settings = Settings(
             model=model,
-            loss=model.loss(loss, has_aux).with_parts(schedule.num_microbatches * self.mesh.shape.get(DATA, 1)),
+            loss=model.loss(loss, has_aux).with_parts(
+                schedule.num_microbatches * num_together(self.mesh, communication.local_steps)
+            ),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,

@@ -23,8 +23,7 @@ from jpipe.lowering.lower import RINGS, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.lowering.target import Target, target_of
 from jpipe.lowering.versions import VersionRows
-from jpipe.mesh import DATA
-from jpipe.options.local_steps import LocalSteps
+from jpipe.options.local_steps import LocalSteps, num_together
 from jpipe.options.numbers import Numbers
 from jpipe.packing import Leaf, Packing
 from jpipe.schedule import Schedule
@@ -106,7 +105,7 @@ class PassSpec(abc.ABC):
     @property
     def num_replicas(self) -> int:
         """Replicas of each stage between which a pass exchanges anything, along the axis "data"."""
-        return self.mesh.shape.get(DATA, 1) if self.local_steps is None else 1
+        return num_together(self.mesh, self.local_steps)
 
     @property
     def local_steps(self) -> LocalSteps | None:

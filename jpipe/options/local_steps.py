@@ -323,6 +323,11 @@ class LocalSteps:
         return weights, jax.tree.leaves(outer_state)
 
 
+def num_together(mesh: Mesh, local_steps: LocalSteps | None) -> int:
+    """The replicas of a stage along "data" that exchange anything in a step: learners exchange nothing."""
+    return mesh.shape.get(DATA, 1) if local_steps is None else 1
+
+
 def _wide(weights: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """Packed weights in at least float32, in which the outer optimizer computes: its steps are small."""
     dtypes = {name: jnp.promote_types(a.dtype, jnp.float32) for name, a in weights.items()}

@@ -1,7 +1,8 @@
 """The metrics of a step and of a flush, from what devices report after a pass over the table."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,10 +43,7 @@ class StepMetrics:
           results: the results of devices.
           kept: the arrays of the state after the pass.
         """
-        if self.engine.local_steps is None:
-            totals = self._sums(results)
-        else:
-            totals = jax.vmap(self._sums)(jax.tree.map(self._by_learner, results))
+        totals = self._for_each_learner(self._sums, results)
         if self.settings.numbers.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
         if self.settings.communication.compresses:
@@ -62,14 +60,22 @@ class StepMetrics:
             "skipped_updates": results["skipped"][np.array(columns)],
         }
 
-    def _by_learner(self, result: jax.Array) -> jax.Array:
-        """A result of devices with an axis of learners before it, of which each stays on its devices."""
+    def _for_each_learner(self, function: Callable[[Any], Any], arrays: Any) -> Any:
+        """A function of arrays of devices; with an axis of learners before its results, each of the arrays of one."""
+        if self.engine.local_steps is None:
+            return function(arrays)
         R = self.settings.num_replicas
-        sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA, STAGE))
-        return jax.lax.with_sharding_constraint(result.reshape(R, len(result) // R, *result.shape[1:]), sharding)
+        on_its_devices = NamedSharding(self.settings.mesh, PartitionSpec(DATA, STAGE))
+
+        def parted(a: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(a.reshape(R, len(a) // R, *a.shape[1:]), on_its_devices)
+
+        return jax.vmap(function)(jax.tree.map(parted, arrays))
 
     def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
-        return traffic.counts(self.engine, self.settings.communication.compress_messages, kept)
+        states = {name: kept[name] for name in ("gradient_compression", "message_compression")}
+        counts = functools.partial(traffic.counts, self.engine, self.settings.communication.compress_messages)
+        return self._for_each_learner(counts, states)
 
     def over_passes(self, totals: dict[str, Any]) -> dict[str, Any]:
         """The totals of several passes together, from an axis of passes before each."""

@@ -18,6 +18,7 @@ from learners import (
     LAYERS,
     LEARNERS,
     NESTEROV,
+    ROWS,
     LateLearners,
     Learners,
     N,
@@ -205,6 +206,54 @@ def test_a_checkpoint_goes_on_bit_for_bit(local_steps, tmp_path):
             one = pipe.outer_step(one, 0)
         ends.append((np.asarray(metrics["loss"]), pipe.get_params(one)))
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+def test_a_loss_of_whole_batches_sees_the_rows_of_a_learner():
+    def contrastive(outputs, batch):
+        scores = outputs @ batch["targets"].T
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores)))
+
+    def forward(params, batch):
+        x = batch["inputs"]
+        for layer in params:
+            x = x @ layer["kernel"] + layer["bias"][None]
+        return contrastive(x, batch)
+
+    options = dict(loss=jpipe.WholeBatchLoss(contrastive), optimizer=optax.sgd(0.1))
+    pipe, data = pipeline(jpipe.LocalSteps(optax.sgd(1.0)), schedules.gpipe, **options), batches(3)
+    state = pipe.init(KEY, data[0])
+    learners = [pipe.get_params(state)] * LEARNERS
+    for batch in data:
+        state, metrics = pipe.step(state, batch)
+        halves = [{n: a[r * N * ROWS : (r + 1) * N * ROWS] for n, a in batch.items()} for r in range(LEARNERS)]
+        steps = [jax.value_and_grad(forward)(params, rows) for params, rows in zip(learners, halves, strict=True)]
+        np.testing.assert_allclose(metrics["loss"], [value for value, _ in steps], rtol=1e-5)
+        learners = [
+            jax.tree.map(lambda w, g: w - 0.1 * g, params, gradient)
+            for params, (_, gradient) in zip(learners, steps, strict=True)
+        ]
+    state = pipe.outer_step(state)
+    mean = jax.tree.map(lambda *each: sum(each) / LEARNERS, *learners)
+    assert_close(pipe.get_params(state), mean, "float32")
+    np.testing.assert_allclose(pipe.evaluate(state, data[0])["loss"], forward(mean, data[0]), rtol=1e-5)
+
+
+def test_compressors_of_messages_report_for_each_learner():
+    pipe, data = pipeline(schedule=schedules.gpipe, compress_messages=jpipe.compress.Threshold(0.25)), batches(2)
+    state, metrics = pipe.step(pipe.init(KEY, data[0]), data[0])
+    counts = metrics["compression"]
+    assert {a.shape for a in counts.values()} == {(LEARNERS,)} and "message_density" in counts
+    # A learner alone, with its rows, reports the same.
+    alone = jpipe.Pipeline(
+        LAYERS, loss=loss, optimizer=INNER, schedule=schedules.gpipe(2, N),
+        compress_messages=jpipe.compress.Threshold(0.25),
+    )  # fmt: skip
+    for r in range(LEARNERS):
+        rows = {n: a[r * N * ROWS : (r + 1) * N * ROWS] for n, a in data[0].items()}
+        _, want = alone.step(alone.init(KEY, rows), rows)
+        assert_close({n: a[r] for n, a in counts.items()}, want["compression"], "float32")
+    _, flushed = pipe.flush(state)
+    assert flushed["compression"].keys() == counts.keys() and flushed["loss"].shape == (LEARNERS,)
 
 
 def test_a_state_is_not_of_a_pipeline_with_other_late_averages():
