@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -414,19 +414,7 @@ def _state_layout(
         messages=routes,
         optimizer_state=packed("optimizer_state"),
     )
-    rows = {
-        name: ArrayRows.per_stage(lowered, pack.arrays, used(pack))
-        for name, pack in (
-            ("gradients", accumulators),
-            ("optimizer_state", packings.optimizer_state),
-            ("mutable_state", packings.mutable_state),
-            ("statistics", packings.statistics),
-        )
-        if pack is not None
-    }
-    rows["parameters"] = ArrayRows.per_version(lowered, parameters.arrays, used(parameters), parameters.constant)
-    for ring, pack in packings.rings.items():
-        rows[ring] = ArrayRows.per_slot(lowered, ring, pack.arrays, used(pack))
+    rows = _array_rows(lowered, packings, used)
     facts = StateFacts(
         mesh=None,
         lowered=lowered,
@@ -440,6 +428,26 @@ def _state_layout(
     )
     rows_of_stages = ArrayRows.per_stage(lowered, parameters.arrays, used(parameters))
     return lowered, layout_of(facts), rows_of_stages.num_bytes(parameters)
+
+
+def _array_rows(
+    lowered: Lowered, packings: StatePackings, used: Callable[[Packing], list[set[str]]]
+) -> dict[str, ArrayRows]:
+    """The rows of packed arrays, as in the engine. `used` gives the arrays of each stage in a packing."""
+    per_stage = {
+        "gradients": packings.accumulators,
+        "optimizer_state": packings.optimizer_state,
+        "mutable_state": packings.mutable_state,
+        "statistics": packings.statistics,
+    }
+    rows = {
+        n: ArrayRows.per_stage(lowered, pack.arrays, used(pack)) for n, pack in per_stage.items() if pack is not None
+    }
+    weights = packings.parameters
+    rows["parameters"] = ArrayRows.per_version(lowered, weights.arrays, used(weights), weights.constant)
+    for ring, pack in packings.rings.items():
+        rows[ring] = ArrayRows.per_slot(lowered, ring, pack.arrays, used(pack))
+    return rows
 
 
 _UNPADDED = "cpu"

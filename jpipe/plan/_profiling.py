@@ -111,14 +111,11 @@ def profile(
         model=_hash(_model_texts(traced)),
         optimizer=_hash([updates[u].equations.text() for u in update_of_layer]),
     )
-    if cache is not None and os.path.exists(cache):
-        kept = Profile.load(cache)
-        why = _unfit(kept, made_with, programs)
-        if not why:
-            # Nothing that was measured depends on the sums.
-            layers = tuple(dataclasses.replace(a, gradients=_gradients(a.parameters, sums)) for a in kept.layers)
-            return dataclasses.replace(kept, recompute=recompute, layers=layers)
-        warn(f"{os.fspath(cache)}: {why}. Profiling again.")
+    kept = _kept(cache, made_with, programs)
+    if kept is not None:
+        # Nothing that was measured depends on the sums.
+        layers = tuple(dataclasses.replace(a, gradients=_gradients(a.parameters, sums)) for a in kept.layers)
+        return dataclasses.replace(kept, recompute=recompute, layers=layers)
     with jax.default_device(devices[0]), ProgressBar.of(programs) as progress:
         given = programs, min_seconds, devices, progress
         *kind_seconds, loss_seconds = measure_layers(traced, microbatch, *given)
@@ -152,6 +149,18 @@ def profile(
     if cache is not None:
         measured.save(cache)
     return measured
+
+
+def _kept(cache: str | os.PathLike | None, made_with: Mapping[str, Any], programs: Sequence[str]) -> Profile | None:
+    """The profile that a file has; None if it has none that fits."""
+    if cache is None or not os.path.exists(cache):
+        return None
+    kept = Profile.load(cache)
+    why = _unfit(kept, made_with, programs)
+    if not why:
+        return kept
+    warn(f"{os.fspath(cache)}: {why}. Profiling again.")
+    return None
 
 
 def _reads_stale(traced: TrainingTrace, optimizer: optax.GradientTransformation) -> bool:

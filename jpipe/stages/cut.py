@@ -291,8 +291,7 @@ def cut(
       ValueError: if a message cannot be compressed.
     """
     layers = traced.layers
-    if starts is None:
-        starts = [0, *min_max(traced.flops, num_stages), len(layers)]
+    starts = starts or [0, *min_max(traced.flops, num_stages), len(layers)]
     signature_of_layer = [Signature(k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)]
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
@@ -316,45 +315,24 @@ def cut(
     packings = {"parameters": pack_weights(groups, weights[0], weights[1], devices, versions, hooked=hooked, **options)}
     num_leaves = {name: len(leaves) for name, (_, _, leaves) in traced.skips.items()}
     shared = SharedStashes(groups, lambda signature: traced.layer_kinds[signature.kind].values_of_table, num_leaves)
-    for name in LEAVES_OF:
-        if name in NUMBERS_OF:
-            continue
-        loss: tuple = ()
-        if name == "input_stash" and vocabulary_layers.head is None:
-            loss = traced.loss_stash if isinstance(traced, TrainingTrace) else ()
+    loss = traced.loss_stash if isinstance(traced, TrainingTrace) and vocabulary_layers.head is None else ()
+    for name in filter(lambda name: name not in NUMBERS_OF, LEAVES_OF):
         packings[name] = groups.pack(
             functools.partial(leaves_of, name),
-            last=[traced.of_microbatch(a) for a in loss],
+            last=[*map(traced.of_microbatch, loss)] if name == "input_stash" else (),
             devices=devices_of_use(name, devices),
             arranged=functools.partial(shared.written, name),
             occupancy=vectors.weights if name in ("state", "statistics") else vectors.stashes,
         )
     if trained is not None:
         packings |= _packed_as_in(trained, groups, packings)
-    tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
-    on_host = largest_on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
-    sums = [
-        gradient_sums.for_layer(
-            kind,
-            to_host(layer_leaves(traced, "parameters", k), numbers_of_use(traced, "parameters", k), on_host, offload),
-            [n for n, j in enumerate(kind.trained) if (k, j) in tied],
-        )
-        for k, kind in enumerate(traced.layer_kinds)
-    ]
+    sums = _sums_of_kinds(traced, inner, ties, gradient_sums, offload)
     packings |= _pack_sums(groups, sums, devices, vectors)
     programs = [_stage_program(traced, groups, packings, sums, shared, p) for p in range(len(groups.signatures))]
     units = [unit.packing for unit in vocabulary_layers.units]
     packings["parameters"] = packings["parameters"].beside(units)
     packings["accumulators"] = packings["accumulators"].beside(map(gradient_sums.packing_of, units))
-    outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
-    codecs = [
-        codecs_of(
-            [traced.of_microbatch(a) for a in leaves],
-            compression,
-            f"the message from stage {s} to stage {s + 1}",
-        )
-        for s, leaves in enumerate(outputs)
-    ]
+    codecs = _codecs_of_messages(traced, starts, compression)
     return Stages(
         layers=layers,
         layer_kinds=traced.layer_kinds,
@@ -414,6 +392,38 @@ def _packed_as_in(trained: Stages, groups: Groups, packings: dict[str, Packing])
         for name, packing in packings.items()
         if name in _KEPT
     }
+
+
+def _sums_of_kinds(
+    traced: Traced,
+    inner: range,
+    ties: Sequence[Sequence[tuple[int, int]]],
+    gradient_sums: GradientSums,
+    offload: Offload,
+) -> list[tuple[GradientSum, ...]]:
+    """The sums of the gradients of each kind of layers. `inner` are the layers that stages have."""
+    tied = {(traced.kind_of_layer[layer], j) for leaves in ties if len(leaves) > 1 for layer, j in leaves}
+    on_host = largest_on_host(traced, inner, offload.gradients, lambda kind: kind.trained)
+    return [
+        gradient_sums.for_layer(
+            kind,
+            to_host(layer_leaves(traced, "parameters", k), numbers_of_use(traced, "parameters", k), on_host, offload),
+            [n for n, j in enumerate(kind.trained) if (k, j) in tied],
+        )
+        for k, kind in enumerate(traced.layer_kinds)
+    ]
+
+
+def _codecs_of_messages(traced: Traced, starts: Sequence[int], compression: MessageCompression) -> list:
+    """The codecs of the outputs of each stage but the last."""
+    return [
+        codecs_of(
+            [traced.of_microbatch(a) for a in traced.outputs[stop - 1]],
+            compression,
+            f"the message from stage {s} to stage {s + 1}",
+        )
+        for s, stop in enumerate(starts[1:-1])
+    ]
 
 
 def _pack_sums(
