@@ -70,7 +70,7 @@ class StepMetrics:
         def parted(a: jax.Array) -> jax.Array:
             return jax.lax.with_sharding_constraint(a.reshape(R, len(a) // R, *a.shape[1:]), on_its_devices)
 
-        return jax.vmap(function)(jax.tree.map(parted, arrays))
+        return jax.vmap(function, axis_size=R)(jax.tree.map(parted, arrays))
 
     def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
         states = {name: kept[name] for name in ("gradient_compression", "message_compression")}
