@@ -25,7 +25,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -71,6 +71,7 @@ class Task(NamedTuple):
       metric: the name of the result; `better` is max or min.
       scale: what a loss in nats, or an accuracy, is multiplied by to be shown.
       rates: where the search of a rate begins, in multiples of the method's.
+      options: further arguments of `jpipe.Pipeline`.
     """
 
     model: Any
@@ -81,6 +82,7 @@ class Task(NamedTuple):
     better: Callable
     scale: float
     rates: float = 1.0
+    options: Mapping[str, Any] = {}
 
 
 def text(folder: pathlib.Path | None) -> dict:
@@ -271,6 +273,7 @@ class Trainer:
             optimizer=optax.inject_hyperparams(optimizer)(learning_rate=1.0),
             boundaries=list(range(1, len(layers))),
             **config.options_of_pipeline(),
+            **task.options,
         )
         table, none = jpipe.schedules.with_delays, 0 * late
         backward = none if method.discrepancy else None
