@@ -6,7 +6,7 @@
     python benchmarks/asynchronous_gpu.py --out runs/gpu --redraw
 
 A byte-level GPT of dim 768 and 17 blocks trains in bfloat16 with the delays of 8 and of 32 stages, and with the delay
-of one update that PipeDream-2BW has, in the settings of `asynchronous_methods.py`. All stages are emulated on one device.
+of one update that PipeDream-2BW has, in the settings of `asynchronous_methods.py`. One device emulates all stages.
 The text is that of the sources of Python's standard library (PSF licence), of which every 20th file is held out.
 
 All runs have equally many steps: as many as let all methods end within `--minutes`, by the seconds of the first steps
@@ -152,11 +152,10 @@ def draw(runs: dict[str, Any], path: pathlib.Path) -> None:
     )
     for ax, kind in zip(panels[0], kinds, strict=True):
         for key, run in runs.items():
-            S, name, *_ = key.split("|")
+            _, S, name, *_ = key.split("|")
             if int(S) == kind:
-                ax.plot(
-                    [entry[0] for entry in run["curve"]], [entry[2] / math.log(2) for entry in run["curve"]], label=name
-                )
+                steps, bits = zip(*[(entry[0], entry[2] / math.log(2)) for entry in run["curve"]], strict=True)
+                ax.plot(steps, bits, label=name)
         ax.set_title(TITLES[kind])
         ax.set_xlabel("step")
         ax.grid(alpha=0.3)

@@ -6,6 +6,7 @@ import jax
 import pytest
 from flax import nnx
 from helpers import benchmark
+from matplotlib.axes import Axes
 
 study = benchmark("asynchronous_gpu")
 
@@ -56,8 +57,15 @@ def test_figures(tmp_path, monkeypatch, capsys):
     keys = [study.key_of(study.REHEARSAL, cell, 2) for cell in study.RATES]
     runs = {key: {"curve": curve, "seconds": 3.0} for key in keys}
     assert "| 2BW | Muon, error feedback | 0.027 | 1.000 | 3 |" in study.lines_of(runs)
+    drawn, plot = [], Axes.plot
+
+    def recorded(self, *args, label, **options):
+        drawn.append(label)
+        return plot(self, *args, label=label, **options)
+
+    monkeypatch.setattr(Axes, "plot", recorded)
     study.draw(runs, tmp_path / "curves.png")
-    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert drawn == [name for _, name in study.RATES] and (tmp_path / "curves.png").stat().st_size > 1000
     wrong = ["--redraw"], ["--minutes", "0"], []
     for words, message in zip(wrong, ("no finished run", "must be above 0", "JAX finds no GPU"), strict=True):
         monkeypatch.setattr("sys.argv", ["asynchronous_gpu.py", "--out", str(tmp_path), *words])
