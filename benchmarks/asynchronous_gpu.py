@@ -129,6 +129,11 @@ def key_of(size: Size, cell: tuple[int, str], num_steps: int) -> str:
     return "|".join(map(str, (size.dim, *cell, num_steps, f"{rate_of(cell, size.dim):.3g}")))
 
 
+def runs_of(size: Size, runs: Runs) -> dict[str, Any]:
+    """The finished runs of a size."""
+    return {key: run for key, run in runs.found.items() if key.startswith(f"{size.dim}|")}
+
+
 def lines_of(runs: dict[str, Any]) -> list[str]:
     """The table of the finished runs."""
     lines = ["| delays | method | rate | bits per byte at the end | seconds |", "|---|---|---|---|---|"]
@@ -166,7 +171,7 @@ def draw(runs: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    """Trains every method, and writes the table and the picture after each."""
+    """Trains every method, and writes the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--minutes", type=float, default=30.0, help="for all runs")
@@ -181,14 +186,14 @@ def main() -> None:
     runs, size = Runs(args.out / "runs.json"), REHEARSAL if args.rehearse else SIZE
     if not args.redraw:
         data = sources(size)
-        known = [key.split("|")[3] for key in runs.found if key.startswith(f"{size.dim}|")]
-        num_steps = int(known[0]) if known else steps_within(60 * args.minutes, size, data)
+        known = list(runs_of(size, runs))
+        num_steps = int(known[0].split("|")[3]) if known else steps_within(60 * args.minutes, size, data)
         print(f"{jax.devices()[0].device_kind}: {num_steps} steps, {len(data['train'])} windows", flush=True)
         for cell in RATES:
             rate, key = rate_of(cell, size.dim), key_of(size, cell, num_steps)
             runs.get(key, lambda: trainer_of(cell, size, data, num_steps).run(rate, 0))  # noqa: B023
             jax.clear_caches()
-    finished = {key: run for key, run in runs.found.items() if key.startswith(f"{size.dim}|")}
+    finished = runs_of(size, runs)
     if not finished:
         raise SystemExit(f"`{args.out}` has no finished run of this size to draw. Leave `--redraw` out.")
     text = "\n".join(lines_of(finished))

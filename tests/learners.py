@@ -34,6 +34,12 @@ def batches(number):
     return [{"inputs": x, "targets": y} for x, y in arrays]
 
 
+def rows_of(batch, r):
+    """The rows of a learner."""
+    size = len(batch["inputs"]) // LEARNERS
+    return {name: a[r * size : (r + 1) * size] for name, a in batch.items()}
+
+
 DILOCO = jpipe.LocalSteps(NESTEROV)
 
 
@@ -58,9 +64,7 @@ class Learners:
     def step(self, batch):
         losses, norms = [], []
         for r in range(LEARNERS):
-            size = len(batch["inputs"]) // LEARNERS
-            rows = {name: a[r * size : (r + 1) * size] for name, a in batch.items()}
-            value, gradients = jax.value_and_grad(plain)(self.weights[r], rows)
+            value, gradients = jax.value_and_grad(plain)(self.weights[r], rows_of(batch, r))
             norm = float(optax.global_norm(gradients))
             gradients = jax.tree.map(lambda g: g * min(1, 0.5 / norm), gradients)  # noqa: B023
             updates, self.states[r] = optax.adam(0.05).update(gradients, self.states[r])
@@ -146,3 +150,18 @@ def subsets(local_steps, **options):
         masks.append(jax.tree.map(lambda a, b: np.asarray(a != b), before, pipe.get_params(state)))
     jax.tree.map(lambda *each: np.testing.assert_array_equal(sum(a.astype(int) for a in each), 1), *masks)
     return masks
+
+
+def check_resumed(pipe, again, state, data, fragment, folder):
+    """A checkpoint of a state of a pipeline goes on bit for bit when the pipeline `again`, which is equal, restores it."""
+    with jpipe.Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(again, data[0]).state
+    ends = []
+    for resumed in (state, restored):
+        for batch in data:
+            resumed, metrics = pipe.step(resumed, batch)
+            resumed = pipe.outer_step(resumed, fragment)
+        ends.append((np.asarray(metrics["loss"]), pipe.get_params(resumed)))
+    jax.tree.map(np.testing.assert_array_equal, *ends)

@@ -40,7 +40,8 @@ def after_step(config: Any, pipe: jpipe.Pipeline, state: jpipe.PipelineState, st
     if pipe.local_steps is None:
         return state
     mesh = config.mesh
-    if step == config.num_steps and not (pipe.schedule.synchronous and pipe.local_steps.sparse is None):
+    is_late = pipe.local_steps.sparse is not None or not pipe.schedule.synchronous
+    if step == config.num_steps and is_late:
         return pipe.outer_step(pipe.flush(state)[0])
     every = mesh.local_steps // mesh.fragments
     return state if step % every else pipe.outer_step(state, (step // every - 1) % mesh.fragments)

@@ -114,9 +114,7 @@ class StepMetrics:
         }
         if self.settings.has_aux:
             metrics["aux"], *_ = self.loss.aux_tree.unflatten(map(unknown, self.loss.aux))
-        if self.engine.local_steps is not None:
-            R = self.settings.num_replicas
-            metrics = jax.tree.map(lambda a: jnp.broadcast_to(a, (R, *a.shape)), metrics)
+        metrics = self._for_each_learner(lambda _: metrics, {})
         if self.settings.numbers.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
         if self.settings.communication.compresses:

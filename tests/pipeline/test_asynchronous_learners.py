@@ -12,7 +12,7 @@ from collectives import collectives
 from families import FAMILIES, cross_entropy
 from flax import nnx
 from helpers import assert_close
-from learners import DIM, KEY, LAYERS, LEARNERS, NESTEROV, LateLearners, Learners, loss, subsets
+from learners import DIM, KEY, LAYERS, LEARNERS, NESTEROV, LateLearners, Learners, check_resumed, loss, rows_of, subsets
 
 import jpipe
 from jpipe import schedules, vocabulary
@@ -27,12 +27,6 @@ LOCAL_SGD = jpipe.LocalSteps(optax.sgd(1.0))
 def batches(number, N, rows=ROWS):
     arrays = np.random.default_rng(0).standard_normal((number, 2, LEARNERS * N * rows, DIM)).astype("float32")
     return [{"inputs": x, "targets": y} for x, y in arrays]
-
-
-def rows_of(batch, r):
-    """The rows of a learner."""
-    size = len(batch["inputs"]) // LEARNERS
-    return {name: a[r * size : (r + 1) * size] for name, a in batch.items()}
 
 
 def pipeline(schedule, local_steps=LOCAL_SGD, layers=LAYERS, optimizer=ADAM, **options):
@@ -282,17 +276,7 @@ def test_a_checkpoint_has_microbatches_in_flight(tmp_path):
     state = pipe.init(KEY, data[0])
     for batch in data[:5]:
         state = pipe.outer_step(pipe.step(state, batch)[0], 1)
-    with jpipe.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, state)
-        checkpoints.wait()
-        restored = checkpoints.restore(make(), data[0]).state
-    ends = []
-    for resumed in (state, restored):
-        for batch in data[5:]:
-            resumed, metrics = pipe.step(resumed, batch)
-            resumed = pipe.outer_step(resumed, 2)
-        ends.append((np.asarray(metrics["loss"]), pipe.get_params(resumed)))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    check_resumed(pipe, make(), state, data[5:], fragment=2, folder=tmp_path)
 
 
 @pytest.mark.exhaustive

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_close
-from learners import DIM, KEY, LAYERS, LEARNERS, N, loss
+from learners import DIM, KEY, LAYERS, LEARNERS, N, loss, rows_of
 
 import jpipe
 from jpipe import schedules, vocabulary
@@ -114,15 +114,14 @@ def batches(case):
 def test_a_learner_is_a_pipeline_of_its_own(case):
     learners = pipeline(case, local_steps=jpipe.LocalSteps(optax.sgd(1.0)))
     alone, data = pipeline(case), list(batches(case))
-    size = len(data[0]["inputs"]) // LEARNERS
     dtype = "bfloat16" if "compute_dtype" in case else "float32"
     state = learners.init(KEY, data[0])
-    states = [alone.init(KEY, jax.tree.map(lambda a: a[:size], data[0])) for _ in range(LEARNERS)]
+    states = [alone.init(KEY, rows_of(data[0], 0)) for _ in range(LEARNERS)]
     assert_close(learners.get_params(state), alone.get_params(states[0]), "float32")
     for batch in data:
         state, metrics = learners.step(state, batch)
         for r in range(LEARNERS):
-            states[r], want = alone.step(states[r], jax.tree.map(lambda a: a[r * size : (r + 1) * size], batch))  # noqa: B023
+            states[r], want = alone.step(states[r], rows_of(batch, r))
             assert_close(jax.tree.map(lambda a: a[r], metrics), want, dtype)  # noqa: B023
     state, flushed = learners.flush(state)
     ends = [alone.flush(s) for s in states]

@@ -18,14 +18,15 @@ from learners import (
     LAYERS,
     LEARNERS,
     NESTEROV,
-    ROWS,
     LateLearners,
     Learners,
     N,
     batches,
+    check_resumed,
     loss,
     pipeline,
     plain,
+    rows_of,
     subsets,
 )
 
@@ -195,17 +196,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(local_steps, tmp_path):
         state, _ = pipe.step(state, batch)
         state = pipe.outer_step(state, last)
     state, _ = pipe.step(state, data[2])  # learners are apart
-    with jpipe.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state)
-        checkpoints.wait()
-        restored = checkpoints.restore(pipeline(local_steps), data[0]).state
-    ends = []
-    for one in (state, restored):
-        for batch in data[3:]:
-            one, metrics = pipe.step(one, batch)
-            one = pipe.outer_step(one, 0)
-        ends.append((np.asarray(metrics["loss"]), pipe.get_params(one)))
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    check_resumed(pipe, pipeline(local_steps), state, data[3:], fragment=0, folder=tmp_path)
 
 
 def test_a_loss_of_whole_batches_sees_the_rows_of_a_learner():
@@ -225,7 +216,7 @@ def test_a_loss_of_whole_batches_sees_the_rows_of_a_learner():
     learners = [pipe.get_params(state)] * LEARNERS
     for batch in data:
         state, metrics = pipe.step(state, batch)
-        halves = [{n: a[r * N * ROWS : (r + 1) * N * ROWS] for n, a in batch.items()} for r in range(LEARNERS)]
+        halves = [rows_of(batch, r) for r in range(LEARNERS)]
         steps = [jax.value_and_grad(forward)(params, rows) for params, rows in zip(learners, halves, strict=True)]
         np.testing.assert_allclose(metrics["loss"], [value for value, _ in steps], rtol=1e-5)
         learners = [
@@ -249,7 +240,7 @@ def test_compressors_of_messages_report_for_each_learner():
         compress_messages=jpipe.compress.Threshold(0.25),
     )  # fmt: skip
     for r in range(LEARNERS):
-        rows = {n: a[r * N * ROWS : (r + 1) * N * ROWS] for n, a in data[0].items()}
+        rows = rows_of(data[0], r)
         _, want = alone.step(alone.init(KEY, rows), rows)
         assert_close({n: a[r] for n, a in counts.items()}, want["compression"], "float32")
     _, flushed = pipe.flush(state)
