@@ -142,6 +142,7 @@ class StateArray:
       on_host: the names of those of its arrays that are in host memory, by `StateFacts`.
       first: its local values before training, by the engine; None: zeros, or leaves of layers.
       leaves: the leaves of each layer in it, if `adopted` is `LEAVES`; None: those of an optimizer.
+      rows: the key of `PassSpec.array_rows` for its packed arrays; empty: the array's name.
       has_versions: whether it has a row for every version of the weights.
       in_forward_only: whether forward-only tables have it.
       in_buffers: whether it lies in the field `buffers`.
@@ -158,6 +159,7 @@ class StateArray:
     on_host: Callable[[StateFacts], frozenset[str]] = on_devices
     first: Callable[[Any], Any] | None = None
     leaves: LayerLeaves | None = None
+    rows: str = ""
     has_versions: bool = False
     in_forward_only: bool = False
     in_buffers: bool = False

@@ -198,7 +198,7 @@ def _owner(program: Program, number: int, newest: int) -> Owner:
         return [(d, row + v) for v in order for d, row in first]
 
     def stored(array: StateArray, place: Place, row: int) -> Stored:
-        rows = engine.array_rows[array.name]
+        rows = engine.array_rows[array.rows or array.name]
         piece = Piece(None, place, place.shape, (), stages.vocabulary.parted.get(place))
         copies = [
             (d, _lead(rows, place.array, d, r, replica))
