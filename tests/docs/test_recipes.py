@@ -11,7 +11,6 @@ def test_the_page_has_changes():
     assert len(CHANGES) >= 3 and all(change for _, change in CHANGES)
 
 
-@pytest.mark.first_case
 @pytest.mark.parametrize("block, change", CHANGES, ids=range(len(CHANGES)))
 def test_a_change_works(block, change, tmp_path):
     files = {line for line in change.splitlines() if line.startswith("+++ b/jpipe/")}
