@@ -1,6 +1,5 @@
 """The public class: `Pipeline`."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,27 +11,25 @@ from jax.sharding import Mesh
 
 from jpipe import costs
 from jpipe._processes import watchdog as _watchdog
-from jpipe._processes.sharing import from_first, is_shared
+from jpipe._processes.sharing import is_shared
+from jpipe._programs import Cut, Programs
 from jpipe._util import entry_points
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe._util.warn import warn
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
-from jpipe.costs.fit import check_fits, fit
 from jpipe.engine import traffic
 from jpipe.engine.calls import check_state, outside_mesh, public
 from jpipe.engine.state import PipelineState
 from jpipe.engine.traffic import MessageRecord
 from jpipe.layers import model_tree
-from jpipe.layers.avals import shapes_key
 from jpipe.layers.axis_rules import AxisRules
 from jpipe.layers.call_arguments import batch_text
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.rows import row_mixing
-from jpipe.layers.trace import TrainingTrace
 from jpipe.layers.trainable import Trainable
 from jpipe.mesh import make_mesh
 from jpipe.options import checks
@@ -47,7 +44,6 @@ from jpipe.options.splits import Splits
 from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.segments import model_of
-from jpipe.segments.placement import Placement
 from jpipe.stages.boundaries import check_boundaries
 from jpipe.stages.offload import Offload
 from jpipe.states import agreement, batch_shapes, diagnostics, hyperparams, portable
@@ -274,7 +270,6 @@ class Pipeline:
         self.loss_scale = numbers.loss_scale
         hooks = checks.check_hooks(forward=forward_params, backward=backward_params)
         self.ties = checks.check_ties(ties)
-        self._boundaries = boundaries
         starts = None
         if model.number is not None:
             starts = check_boundaries(boundaries, model.number, schedule.num_stages)
@@ -301,7 +296,7 @@ class Pipeline:
         communication.check_local_steps(
             self.mesh, schedule, loss_scale=numbers.loss_scale, offload=offload, device_memory=device_memory
         )
-        self._device_memory = check_device_memory(device_memory, offload, self.mesh)
+        device_memory = check_device_memory(device_memory, offload, self.mesh)
         splits = Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy)
         if model.number is None:
             splits.check_whole_model()
@@ -313,7 +308,7 @@ class Pipeline:
             splits=splits,
             communication=communication,
         )
-        self._settings = Settings(
+        settings = Settings(
             model=model,
             loss=model.loss(loss, has_aux).with_parts(
                 schedule.num_microbatches * num_together(self.mesh, communication.local_steps)
@@ -332,13 +327,7 @@ class Pipeline:
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )
-        self._balance = boundaries if isinstance(boundaries, str) else "flops"
-        self._starts: list[int] | None = starts
-        self._fixed: Program | None = None
-        self._traced: dict[tuple, TrainingTrace] = {}
-        self._balanced: dict[tuple, list[int]] = {}
-        self._placements: dict[tuple, Settings] = {}
-        self._programs: dict[tuple, Program] = {}
+        self._programs = Programs(settings, boundaries, starts, device_memory)
 
     @property
     def num_replicas(self) -> int:
@@ -347,115 +336,13 @@ class Pipeline:
 
     # -- Programs
 
+    @property
+    def _settings(self) -> Settings:
+        return self._programs.settings
+
     def _program(self, batch: Any) -> Program:
         """The program for a minibatch, with the cut that `init` chose or would choose for it."""
-        return self._program_of(self._settings.microbatch(batch))
-
-    def _program_to_restore(
-        self, batch: Any, key_impl: str, starts: Sequence[int], placement: Placement | None
-    ) -> Program:
-        """The program of a state that was saved with a cut. The program keeps the cut if it fits."""
-        fits = len(starts) == self.schedule.num_stages + 1
-        number = self._settings.model.number
-        fits = fits and number in (None, starts[-1])
-        microbatch = self._settings.microbatch(batch)
-        return self._program_of(microbatch, key_impl, *((starts, placement) if fits else ()))
-
-    def _fix_cut(self, program: Program) -> None:
-        """Fixes the cut and the offloaded arrays to those of a program whose state the pipeline has made."""
-        self._starts, self._fixed, self._settings = list(program.stages.starts), program, program.settings
-        key = self._trace_key(self._settings, program.microbatch, program.engine.key_impl)
-        self._traced[key] = program.traced
-        self._programs[*key, *program.stages.starts, self._settings.offload] = program
-
-    def _trace_key(self, settings: Settings, microbatch: Any, key_impl: Any) -> tuple:
-        """Names a trace. Once there is a state, whole models are cut where they were for it."""
-        like = () if self._fixed is None else self._fixed.stages.layers
-        marks = [layer.options.segment for layer in like if model_tree.is_whole(like)]
-        return shapes_key(microbatch), str(key_impl), tuple(marks), settings.model.placement
-
-    def _placed(self, microbatch: Any, key_impl: Any, placement: Placement | None) -> Settings:
-        """The settings, with the steps of a whole model placed on stages if `boundaries` are "placement".
-
-        Args:
-          placement: of a state that comes from elsewhere, which counts if there is none yet.
-        """
-        settings, num_stages = self._settings, self.schedule.num_stages
-        is_placed = settings.model.number is not None or settings.model.placement is not None
-        if self._balance != "placement" or is_placed or num_stages == 1:
-            return settings
-        if placement is not None and placement.num_groups == num_stages:
-            return settings.placed(placement)
-        key = shapes_key(microbatch), str(key_impl)
-        if key not in self._placements:
-            place = entry_points.load("placement")
-            found = self._of_first_process(lambda: place(settings, microbatch, key_impl, self._device_memory))
-            self._placements[key] = settings.placed(Placement.of(found))
-        return self._placements[key]
-
-    def _of_first_process(self, decide: Callable[[], Sequence]) -> Sequence:
-        """What process 0 decides, because what each process measures differs. All raise its `ValueError`."""
-        if self._settings.rows is None:
-            return decide()
-        found: Any = None
-        if jax.process_index() == 0:
-            try:
-                found = list(decide()), None
-            except ValueError as error:
-                found = None, str(error)
-        decided, refused = from_first(found)
-        if refused is not None:
-            raise ValueError(refused)
-        return decided
-
-    def _program_of(
-        self,
-        microbatch: Any,
-        key_impl: Any = None,
-        starts: Sequence[int] | None = None,
-        placement: Placement | None = None,
-    ) -> Program:
-        """The program for an abstract microbatch, made once.
-
-        Args:
-          key_impl: implementation of the random keys; None: JAX's default.
-          starts, placement: the cut of a state that comes from elsewhere, which counts if there is none yet.
-        """
-        if key_impl is None:
-            key_impl = jax.config.jax_default_prng_impl
-        settings = self._placed(microbatch, key_impl, placement)
-        key = self._trace_key(settings, microbatch, key_impl)
-        if key not in self._traced:
-            like = () if self._fixed is None else self._fixed.stages.layers
-            self._traced[key] = settings.trace(microbatch, key_impl, like)
-        traced = self._traced[key]
-        if self._starts is None:  # a whole model has a number of layers only now
-            num_stages = self.schedule.num_stages
-            boundaries = settings.model.boundaries(self._boundaries, traced.layers, num_stages)
-            fits = starts is not None and starts[-1] == len(traced.layers) and placement == settings.model.placement
-            starts = check_boundaries(boundaries, len(traced.layers), num_stages) or (starts if fits else None)
-        else:
-            starts = self._starts
-        if starts is None:
-            if key not in self._balanced:
-                balance = entry_points.load(f"boundaries by {self._balance}")
-                inner = self._of_first_process(lambda: balance(settings, traced, microbatch))
-                self._balanced[key] = [0, *inner, len(traced.layers)]
-            starts = self._balanced[key]
-        fits = self._device_memory is None or self._fixed is not None
-        key = *key, *starts, settings.offload if fits else None
-        if key not in self._programs:
-
-            def make(offload: Offload) -> Program:
-                changed = settings if offload == settings.offload else dataclasses.replace(settings, offload=offload)
-                return Program(changed, microbatch, key_impl, traced, starts)
-
-            if fits:
-                self._programs[key] = make(settings.offload)
-            else:
-                assert self._device_memory is not None
-                self._programs[key] = fit(make, self._device_memory)
-        return self._programs[key]
+        return self._programs.get(self._settings.microbatch(batch))
 
     def _adopted(self, state: Any) -> PipelineState:
         """Returns the state with this pipeline's program.
@@ -468,11 +355,10 @@ class Pipeline:
         program = state.program
         if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
-            starts = list(program.stages.starts)
-            placement = program.settings.model.placement
-            program_here = self._program_of(program.microbatch, program.engine.key_impl, starts, placement)
+            cut = Cut(list(program.stages.starts), program.settings.model.placement)
+            program_here = self._programs.get(program.microbatch, program.engine.key_impl, cut)
             checks.check_same_parts(program.parts, program_here.parts)
-            self._fix_cut(program_here)
+            self._programs.fix(program_here)
             program = program_here
         return program.place_state(state)
 
@@ -487,7 +373,7 @@ class Pipeline:
         with _watchdog.Phase(f"microbatches of {shapes}", _watchdog.LONG, self._settings.rows is not None):
             batch_shapes.check_can_change(state, microbatch)
             try:
-                program = self._program_of(microbatch, before.engine.key_impl)
+                program = self._programs.get(microbatch, before.engine.key_impl)
             except ValueError as error:
                 raise ValueError(
                     f"`state` was made for microbatches of {batch_text(before.microbatch)}, and the pipeline "
@@ -495,16 +381,14 @@ class Pipeline:
                 ) from error
             state = batch_shapes.taken_over(state, program)
             if not program.has_stepped:
-                if self._device_memory is not None:
-                    check_fits(program, self._device_memory)
-                batch_shapes.warn_of_many(sum(other.has_stepped for other in self._programs.values()))
+                self._programs.check_fits(program)
+                batch_shapes.warn_of_many(self._programs.num_stepped)
         return state, program
 
     def __repr__(self) -> str:
         schedule, sizes = self.schedule, dict(self.mesh.shape)
-        cut = f"balanced by {self._balance}"
-        if self._starts is not None:
-            cut = f"boundaries {self._starts[1:-1]}"
+        starts = self._programs.starts
+        cut = f"balanced by {self._programs.balance}" if starts is None else f"boundaries {[*starts[1:-1]]}"
         axes = " x ".join(f"{name}={n}" for name, n in sizes.items())
         return (
             f"Pipeline({schedule.name}: {schedule.num_stages} stages of "
@@ -546,9 +430,9 @@ class Pipeline:
         checks.check_not_traced("init", key, batch)
         checks.check_key(key)
         model = self._settings.model
-        agreement.check_arguments(self._settings, self._balance, key, batch)
+        agreement.check_arguments(self._settings, self._programs.balance, key, batch)
         microbatch = self._settings.microbatch(batch)
-        program = self._program_of(microbatch, jax.random.key_impl(key))
+        program = self._programs.get(microbatch, jax.random.key_impl(key))
         stages = program.stages
         params = model_tree.per_layer(stages.layers, params, as_parameters)
         mutable_state = model_tree.per_layer(stages.layers, mutable_state, as_mutable_state, "state")
@@ -558,7 +442,7 @@ class Pipeline:
         if mutable_state is not None:
             checks.check_fit("mutable_state", mutable_state, stages.layers, "state")
         agreement.check_program(program, params=params, mutable_state=mutable_state)
-        self._fix_cut(program)
+        self._programs.fix(program)
         self._warn_about_microbatches(program, self._settings.whole(model.batch(batch)))
         key = checks.placed_key(key)
         return portable.initial(program, key, params, mutable_state)
@@ -619,7 +503,7 @@ class Pipeline:
             microbatch = self._settings.microbatch(minibatch, whole=True)
         else:
             microbatch = self._settings.microbatch(batch)
-        program = self._program_of(microbatch, state.program.engine.key_impl)
+        program = self._programs.get(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
         if state.anchor:
             portable.warn_of_learners()
@@ -627,7 +511,7 @@ class Pipeline:
         adopted = portable.from_portable(program, source, matching=optimizer == "matching")
         adopted = portable.with_compression_of(adopted, state)
         adopted = hyperparams.begun_anew(adopted, state.program.first_hyperparams)
-        self._fix_cut(program)
+        self._programs.fix(program)
         return adopted
 
     @public("get_params", _is_shared)

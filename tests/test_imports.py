@@ -27,6 +27,7 @@ LEVELS = [
     {"engine"},
     {"program"},
     {"states", "costs"},
+    {"_programs"},
     {"pipeline"},
     {"reference", "checkpoints", "distributed", "draw"},
     {"solvers", "memory"},

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 import jpipe
 from jpipe._processes import restarts as _restarts
 from jpipe._processes.sharing import from_first, gather_texts, processes_of
+from jpipe._programs import Cut
 from jpipe._util.foreign import shown
 from jpipe._util.paths import local_path
 from jpipe._util.suggest import suggests
@@ -352,7 +353,8 @@ def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manife
     in_flight, rounds = layout["in_flight"], counters["round"]
     groups, held = map(tuple, layout.get("placement", ((), ())))
     placement = Placement(groups, held) if groups else None
-    program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"], placement)
+    microbatch = pipe._settings.microbatch(batch)
+    program = pipe._programs.to_restore(microbatch, counters["key_impl"], Cut(layout["starts"], placement))
     key = np.array(counters["key"], np.uint32)
     num_started = counters["started"] + rounds * layout["num_microbatches"]
     agreement.check_program(program)
@@ -386,5 +388,5 @@ def _restored(pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manife
             portable.warn_of_learners()
         if _layout.has_compression(layout) or _layout.has_compression(mine):
             portable.warn_of_new_compression()
-    pipe._fix_cut(program)
+    pipe._programs.fix(program)
     return hyperparams.begun_anew(state, _layout.first_hyperparams(layout))
