@@ -2,18 +2,10 @@
 
 The result is that of `full_simulation` to the last bit. On every device the order of the tasks is that of `(ready,
 key)`, every task starts at the later of its ready time and the end of the one before, and takes some time. These rules
-have one solution, and both simulations find it.
-
-The old timeline is replayed from the first change on, in the order of time. Two streams are merged: tasks that are not
-known to change, in their old order, and tasks that change, from a queue by their new ready times. A task of the first
-stream costs one
-comparison: it stays as it is if its device is free when it was. A task whose start or predecessors change moves to the
-second stream with what depends on it. When most tasks change, all that are left are moved at once.
+have one solution, and both simulations find it. `jpipe.soap.replay` finds it from the old timeline.
 """
 
-import heapq
 import math
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -21,14 +13,11 @@ import numpy as np
 from jpipe.soap.costs import Costs
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.machine import Machine
+from jpipe.soap.replay import ROUNDING, Replayer
 from jpipe.soap.shards import Shards
 from jpipe.soap.simulate import TaskTimes, full_simulation, without_collection
 from jpipe.soap.strategy import Config
-from jpipe.soap.tasks import NOWHERE, TaskBlock, Tasks
-
-_SPACING = 512  # tasks of the order between two notes of when devices are free
-_FEW = 200  # changed tasks, up to which it does not matter how many change
-_ROUNDING = 1e-9  # how far sums of many seconds may be off
+from jpipe.soap.tasks import TaskBlock, Tasks
 
 
 class Simulator:
@@ -65,13 +54,7 @@ class Simulator:
             shards=shards,
         )
         self.timeline = full_simulation(self.tasks)
-        self._num_free = self.tasks.routes.num_resources + 1
-        self._notes: list[list[float]] = [[0.0] * self._num_free]
-        self._round = 0
-        self._mark: list[int] = []  # 2 * round: it changes; 2 * round + 1: it is done
-        self._watched: list[int] = []
-        self._missing: list[int] = []
-        self._coming: list[float] = []  # ready times of tasks that change
+        self._replayer = Replayer(self.tasks)
         self._old: _Change | None = None
 
     @property
@@ -111,7 +94,7 @@ class Simulator:
         """
         if limit < math.inf:  # what cannot be within the limit is not built at all
             load = _least_load(self.tasks, operator, config)
-            if load.max() * (1 - _ROUNDING) > limit:
+            if load.max() * (1 - ROUNDING) > limit:
                 assert self._old is None, "keep or undo the last change first"
                 self._old = _Change({}, self.timeline, [])
                 return math.inf
@@ -137,7 +120,6 @@ class Simulator:
         numbers = sorted({number for operator in configs for number in tasks.blocks_of(operator)})
         old = {operator: tasks.strategy[operator] for operator in configs}
         change = self._old = _Change(old, self.timeline, numbers)
-        self._round += 1
         touched = self._unlink(change)
         for operator, config in configs.items():
             tasks.strategy[operator] = config
@@ -148,13 +130,18 @@ class Simulator:
             fresh += block.tasks
         if tasks.sent_bytes > sent_limit or (memory_limit < math.inf and max(tasks.memory) > memory_limit):
             return math.inf
-        self._grow()
+        self._replayer.grow(self.timeline)
         is_new = set(fresh)
         for block in change.new_blocks:
             for _, b in block.links:
                 if b not in is_new:
                     touched[b] = None
-        return self._replay(change, fresh, touched, limit)
+        times = self._replayer.run(self.timeline, fresh, touched, change.first, limit)
+        if times is None:
+            return math.inf
+        change.finished = True
+        self.timeline = times
+        return times.seconds
 
     def keep(self) -> None:
         """Makes the change final."""
@@ -162,7 +149,7 @@ class Simulator:
         assert change is not None and change.finished, "there is no change to keep"
         for block in change.old_blocks:
             self.tasks.unused += block.tasks
-        del self._notes[change.cursor // _SPACING + 1 :]
+        self._replayer.keep()
         self._old = None
 
     def undo(self) -> None:
@@ -204,11 +191,8 @@ class Simulator:
             tasks.count(block, -1)
         touched = self._drop_links(change.old_blocks, dead)
         ready = self.timeline.ready
-        done = 2 * self._round + 1
         change.first = min((ready[task] for task in dead), default=0.0)
-        self._grow()
-        for task in dead:
-            self._mark[task] = done  # the stream passes over it
+        self._replayer.begin(dead, self.timeline)
         return touched
 
     def _drop_links(self, blocks: Iterable[TaskBlock], dead: set[int]) -> dict[int, None]:
@@ -223,200 +207,6 @@ class Simulator:
                     touched[b] = None
         return touched
 
-    def _grow(self) -> None:
-        more = len(self.tasks.seconds) - len(self._mark)
-        if more:
-            timeline = self.timeline
-            for marks in (self._mark, self._watched, self._missing):
-                marks += [0] * more
-            for times in (timeline.ready, timeline.start, timeline.end, self._coming):
-                times += [0.0] * (len(self._mark) - len(times))
-
-    def _free_before(self, cursor: int) -> list[float]:
-        """Returns the time at which each device is free before task number `cursor` of the order."""
-        notes, order = self._notes, self.timeline.order
-        device, end = self.tasks.device, self.timeline.end
-        wanted = cursor // _SPACING
-        while len(notes) <= wanted:
-            first = (len(notes) - 1) * _SPACING
-            notes.append(_advance(notes[-1], order[first : first + _SPACING], device, end))
-        return _advance(notes[wanted], order[wanted * _SPACING : cursor], device, end)
-
-    def _work_left(self, done: list[int]) -> list[float]:
-        """Seconds of the tasks that are not done, per device and link; up to rounding."""
-        tasks = self.tasks
-        resources = [tasks.device[task] + 1 for task in done]
-        seconds = [tasks.seconds[task] for task in done]
-        left = tasks.load - np.bincount(resources, seconds, len(tasks.load))
-        return [*left[1:].tolist(), -math.inf]  # the last is `NOWHERE`
-
-    def _first_time(self, change: "_Change", fresh: list[int], touched: Iterable[int]) -> float:
-        """The first time at which anything may differ. `fresh` is marked already."""
-        before, mark = self.tasks.before, self._mark
-        ready, end = self.timeline.ready, self.timeline.end
-        moved = 2 * self._round
-        first = min([change.first, *(ready[task] for task in touched)])
-        for task in fresh:
-            if all(mark[p] != moved for p in before[task]):
-                latest = max((end[p] for p in before[task]), default=0.0)
-                first = min(first, latest)
-        return first
-
-    def _replay(
-        self,
-        change: "_Change",
-        fresh: list[int],
-        touched: dict[int, None],
-        limit: float,
-    ) -> float:
-        tasks, timeline = self.tasks, self.timeline
-        if tasks.load.max() * (1 - _ROUNDING) > limit:
-            return math.inf
-        before, after, key = tasks.before, tasks.after, tasks.key
-        device, seconds = tasks.device, tasks.seconds
-        # The old times stay as they are, for `undo`.
-        ready, start, end = list(timeline.ready), timeline.start[:], timeline.end[:]
-        mark, watched = self._mark, self._watched
-        missing, coming = self._missing, self._coming
-        moved, done, this = 2 * self._round, 2 * self._round + 1, self._round
-        queue: list[tuple[float, int, int]] = []
-        push, pop = heapq.heappush, heapq.heappop
-
-        for task in fresh:
-            mark[task] = moved
-        now, now_key = self._first_time(change, fresh, touched), -1
-        order = timeline.order
-        position = change.cursor = bisect_left(order, now, key=ready.__getitem__)
-        free = self._free_before(position)
-        new_order = order[:position]
-        append = new_order.append
-
-        def move(task: int) -> None:
-            """Takes a task out of its old place; it waits for the predecessors that are not done."""
-            mark[task] = moved
-            count, latest = 0, 0.0
-            for p in before[task]:
-                state = mark[p]
-                if state == moved:
-                    count += 1
-                elif state == done or ready[p] < now or (ready[p] == now and key[p] <= now_key):
-                    if end[p] > latest:
-                        latest = end[p]
-                else:
-                    count += 1
-                    watched[p] = this
-            missing[task] = count
-            coming[task] = latest
-            if not count:
-                push(queue, (latest, key[task], task))
-
-        for task in touched:
-            mark[task] = moved  # before `move` looks at any of them
-        for task in (*touched, *fresh):
-            move(task)
-
-        within, num_changed = True, 0
-        order.append(-1)  # ends the stream
-        ready.append(math.inf)
-        mark.append(0)
-        key.append(-1)
-        while True:
-            task = order[position]
-            state = mark[task]
-            if state == done:  # moved forward in time, or removed
-                position += 1
-                continue
-            now = ready[task]
-            if queue and (queue[0][0] < now or (queue[0][0] == now and queue[0][1] < key[task])):
-                now, now_key, task = pop(queue)
-                state = moved
-            elif task < 0:
-                break
-            else:
-                position += 1
-                now_key = key[task]
-                if state == moved:  # it comes later than it did
-                    for following in after[task]:
-                        if mark[following] < moved:
-                            move(following)
-                    continue
-                resource = device[task]
-                if watched[task] != this:
-                    begin = free[resource]
-                    if (now if now > begin else begin) == start[task]:
-                        if resource >= 0:
-                            free[resource] = end[task]
-                        append(task)
-                        continue
-            resource = device[task]
-            begin = free[resource]
-            if now > begin:
-                begin = now
-            stop = begin + seconds[task]
-            if stop > limit:
-                within = False
-                break
-            append(task)
-            last = end[task]
-            mark[task] = done
-            ready[task], start[task], end[task] = now, begin, stop
-            if resource >= 0:
-                free[resource] = stop
-            changed = []
-            for following in after[task]:
-                if mark[following] == moved:
-                    if stop > coming[following]:
-                        coming[following] = stop
-                    missing[following] -= 1
-                    if not missing[following]:
-                        entry = coming[following], key[following], following
-                        push(queue, entry)
-                elif stop != last:
-                    changed.append(following)
-            for following in changed:
-                if mark[following] < moved:
-                    move(following)
-            num_changed += 1
-            if num_changed > _FEW and 2 * num_changed > len(new_order) - change.cursor:
-                # Most tasks change: from here on all others are taken as changed too, which makes the rest simple.
-                others = [t for t in order[position:-1] if mark[t] < moved]
-                for other in others:
-                    mark[other] = moved
-                for other in others:
-                    move(other)
-                break
-        for entries in (order, ready, mark, key):
-            entries.pop()
-        left = self._work_left(new_order) if queue and within else []
-        loose = limit * (1 + _ROUNDING)
-        while queue and within:
-            now, _, task = pop(queue)
-            resource = device[task]
-            begin = free[resource]
-            if now > begin:
-                begin = now
-            taken = seconds[task]
-            stop = begin + taken
-            rest = left[resource] - taken  # the device has so much to do after it
-            left[resource] = rest
-            if stop > limit or stop + rest > loose:
-                within = False
-            append(task)
-            ready[task], start[task], end[task] = now, begin, stop
-            if resource >= 0:
-                free[resource] = stop
-            for following in after[task]:
-                if stop > coming[following]:
-                    coming[following] = stop
-                missing[following] -= 1
-                if not missing[following]:
-                    push(queue, (coming[following], key[following], following))
-        if not within or max(free) > limit:  # the latest task may be one that stays
-            return math.inf
-        change.finished = True
-        self.timeline = TaskTimes(ready, start, end, new_order, max(free))
-        return self.timeline.seconds
-
 
 class _Change:
     """A change that can be undone. `configs` are those before it."""
@@ -428,7 +218,6 @@ class _Change:
         self.old_blocks: list[TaskBlock] = []
         self.new_blocks: list[TaskBlock] = []
         self.first = 0.0
-        self.cursor = 0
         self.finished = False
 
 
@@ -450,12 +239,3 @@ def _least_load(tasks: Tasks, operator: int, config: Config) -> np.ndarray:
             links, times = tasks.routes.messages(x, y, num_bytes)
             load += np.bincount(links + 1, times, len(load))
     return load
-
-
-def _advance(free: list[float], order: list[int], device: list[int], end: list[float]) -> list[float]:
-    """Returns the time at which each device is free after the tasks of `order`."""
-    free = list(free)
-    for task in order:
-        free[device[task]] = end[task]
-    free[NOWHERE] = 0.0
-    return free
