@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -35,36 +36,8 @@ class Table:
             check_counts(**{count: getattr(self, count)})
             object.__setattr__(self, count, int(getattr(self, count)))
         for field in ARRAYS:
-            array = np.asarray(getattr(self, field))
-            if array.dtype.kind not in "iu":
-                raise ValueError(
-                    f"`{field}` must hold integers (`IDLE` where there is nothing to do), got dtype {array.dtype}."
-                )
-            narrow = array.astype(np.int32)
-            if not np.array_equal(narrow, array):
-                raise ValueError(f"`{field}` must fit int32, got up to {array.max()}.")
-            narrow.setflags(write=False)
-            object.__setattr__(self, field, narrow)
-        if self.forward.ndim != 2 or 0 in self.forward.shape:
-            raise ValueError(
-                f"`forward` must have shape [ticks, columns] with at least one of each, got {self.forward.shape}."
-            )
-        for field in ARRAYS:
-            expected = self.forward.shape[0 if field in CELL_FIELDS else 1 :]
-            shape = getattr(self, field).shape
-            if shape != expected:
-                raise ValueError(
-                    f"`{field}` must have shape {expected} to go with `forward` of "
-                    f"shape {self.forward.shape}, got {shape}."
-                )
-        for reader in ("forward", "backward"):
-            reads = getattr(self, reader) != IDLE
-            has_version = getattr(self, f"{reader}_version") != IDLE
-            for t, c in np.argwhere(reads != has_version)[:1]:
-                raise ValueError(
-                    f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: "
-                    f"at tick {t}, column {c} only one of them is."
-                )
+            object.__setattr__(self, field, _narrow(field, getattr(self, field)))
+        _check_shapes(self)
         object.__setattr__(self, "message_ticks", as_message_ticks(self.message_ticks, self.num_devices))
 
     # -- Size and kind
@@ -327,3 +300,41 @@ class Table:
         on_device = self.device[:, None] == np.arange(self.num_devices)
         length = np.array(self.replicas)[self.stage]
         return work @ (on_device * length[:, None])
+
+
+def _narrow(field: str, given: Any) -> np.ndarray:
+    """The array of a field as int32 that nothing can write.
+
+    Raises:
+      ValueError: if it holds other numbers than these.
+    """
+    array = np.asarray(given)
+    if array.dtype.kind not in "iu":
+        raise ValueError(
+            f"`{field}` must hold integers (`IDLE` where there is nothing to do), got dtype {array.dtype}."
+        )
+    narrow = array.astype(np.int32)
+    if not np.array_equal(narrow, array):
+        raise ValueError(f"`{field}` must fit int32, got up to {array.max()}.")
+    narrow.setflags(write=False)
+    return narrow
+
+
+def _check_shapes(table: Table) -> None:
+    """Raises ValueError if the arrays of a table do not go together."""
+    shape = table.forward.shape
+    if table.forward.ndim != 2 or 0 in shape:
+        raise ValueError(f"`forward` must have shape [ticks, columns] with at least one of each, got {shape}.")
+    for field in ARRAYS:
+        expected = shape[0 if field in CELL_FIELDS else 1 :]
+        got = getattr(table, field).shape
+        if got != expected:
+            raise ValueError(f"`{field}` must have shape {expected} to go with `forward` of shape {shape}, got {got}.")
+    for reader in ("forward", "backward"):
+        reads = getattr(table, reader) != IDLE
+        has_version = getattr(table, f"{reader}_version") != IDLE
+        for t, c in np.argwhere(reads != has_version)[:1]:
+            raise ValueError(
+                f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: "
+                f"at tick {t}, column {c} only one of them is."
+            )
