@@ -5,7 +5,6 @@ Settings (the arguments of `Pipeline`)
                                      └── Predictor: predict, evaluate
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,10 +20,8 @@ from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import sampled_checksum
 from jpipe.engine import outer
 from jpipe.engine.calls import call_bounded
-from jpipe.engine.device import PassInputs
-from jpipe.engine.engine import in_all_versions, run_training
 from jpipe.engine.layout import batch_spec
-from jpipe.engine.state import PipelineState, arrays_with_versions
+from jpipe.engine.state import PipelineState
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import check_nans, shapes_key
 from jpipe.layers.trace import TrainingTrace
@@ -39,6 +35,7 @@ from jpipe.options.slices import check_states
 from jpipe.program.batches import Batches
 from jpipe.program.fresh import FreshArrays
 from jpipe.program.metrics import StepMetrics
+from jpipe.program.passes import Outputs, Passes
 from jpipe.program.prediction import Predictor
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates
@@ -106,13 +103,14 @@ class Program:
             communication=settings.communication,
             offload=settings.offload,
         )
-        self._check_compression()
+        _check_compression(settings, self.engine)
         self.metrics = StepMetrics(settings, self.engine, traced.loss)
+        self._passes = Passes(settings, self.engine, self.batches, self.metrics)
         # The metrics of learners stay with them.
         everywhere = NamedSharding(settings.mesh, PartitionSpec(*[DATA] * (self.engine.local_steps is not None)))
         options: dict[str, Any] = dict(
             donate_argnums=0 if settings.donate else (),
-            out_shardings=(*self._state_shardings(), everywhere),
+            out_shardings=(*self._passes.shardings(), everywhere),
         )
         compiler_options = {
             **self.engine.target.compiler_options,
@@ -132,38 +130,6 @@ class Program:
         self.fresh = FreshArrays(self.engine, settings.platform)
         self.prediction = Predictor(settings, self.engine, traced, compiler_options)
 
-    def _check_compression(self) -> None:
-        """Raises ValueError if a gradient cannot be compressed, or accumulated."""
-        compressor = self.settings.communication.compress_gradients
-        accumulate = self.settings.communication.accumulate_gradients
-        if accumulate is not None and not self.stages.factors.arrays:
-            raise ValueError(
-                f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product "
-                "of two matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a "
-                "smaller `rank`, or leave it out."
-            )
-        if compressor is None:
-            return
-        for group in self.engine.gradient_groups:
-            shape = "x".join(map(str, group.like.shape)) or "scalar"
-            is_part = group.place.array in self.engine.array_rows["gradients"].unit_rows
-            words = "of a device's part of a weight" if is_part else "of a weight"
-            compressor.check(group.like, f"the gradient {words} ({shape})")
-
-    def _state_shardings(self) -> tuple[Any, Any]:
-        """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
-        if self.settings.automatic_mesh is not None:
-            return None, None  # each array is split in its own way
-        mesh, layout = self.settings.mesh, self.engine.layout
-        shardings: dict[str, Any] = {
-            name: jax.tree.map(lambda a: a.sharding, layout.global_shapes([name])[name])
-            if group.on_host
-            else NamedSharding(mesh, group.spec)
-            for name, group in layout.groups.items()
-        }
-        in_flight = {name: shardings.pop(name) for name in self.abstract_state.in_flight()}
-        return _in_order(shardings), _in_order(in_flight)
-
     # -- Identity
 
     @functools.cached_property
@@ -172,52 +138,7 @@ class Program:
 
         A difference in an early entry may cause one in a later entry, not the other way round.
         """
-        traced, stages, updates = self.traced, self.stages, self.engine.updates
-        layers = [
-            (
-                traced.layer_kinds[kind].text,
-                traced.specs[kind],
-                str(jax.tree.structure((layer.parameters, layer.state))),
-                layer.stash,
-                layer.pop,
-            )
-            for kind, layer in zip(traced.kind_of_layer, stages.layers)
-        ]
-        update_texts = [
-            [
-                (
-                    group.run.text(),
-                    [_slot_key(slot) for slot in (*group.inputs, *group.outputs)],
-                )
-                for group in update.groups
-            ]
-            + [[_slot_key(slot) for slot in update.shared]]
-            for update in updates.distinct
-        ]
-        return {
-            "batch": shapes_key(self.microbatch),
-            "implementation of random keys": str(self.engine.key_impl),
-            **self.settings.parts,
-            "boundaries": tuple(stages.starts[1:-1]),
-            "trainable": [layer.frozen for layer in stages.layers],
-            "layers": layers,
-            "loss": (
-                traced.loss.text,
-                traced.loss_weight and traced.loss_weight.text(),
-                traced.has_whole_batch_loss,
-                sorted(traced.reported),
-            ),
-            "layers of all stages": [
-                (layer.index, tuple((leaf.dim, leaf.is_split) for leaf in layer.leaves))
-                for layer in stages.vocabulary.layers
-            ],
-            "forward_params or backward_params": sorted(self.settings.hooks),
-            "optimizer": (
-                update_texts,
-                updates.program_of_stage,
-                {path: a.tolist() for path, a in self.first_hyperparams.items()},
-            ),
-        }
+        return _parts(self)
 
     @functools.cached_property
     def first_hyperparams(self) -> Mapping[str, np.ndarray]:
@@ -394,93 +315,15 @@ class Program:
 
     # -- Compiled functions
 
-    def _state_of(self, arrays: Mapping[str, Any]) -> PipelineState:
-        """The state of this program with the arrays of `PipelineState.arrays`."""
-        return PipelineState(**arrays, program=self)
+    def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array) -> Outputs:
+        return self._passes.step(arrays, batch, rows)
 
-    def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array):
-        state = self._state_of(arrays)
-        num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        batch = self.batches.microbatches(batch)
-        state, totals = self._run_table(state, num_entered, batch, rows)
-        return self._pack_outputs(state, self.metrics.means(totals))
-
-    def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array):
-        """One pass over the table: the new state, and the totals that `StepMetrics.means` takes."""
-        engine = self.engine
-        kept, in_flight, results = run_training(
-            engine,
-            PassInputs(
-                kept={name: a for name, a in state.kept().items() if name not in outer.OUTER},
-                in_flight=state.in_flight(),
-                counters=engine.counters(state.counters()),
-                num_entered=num_entered,
-                batch=batch,
-                rows=rows,
-            ),
-        )
-        totals = self.metrics.totals(results, kept)
-        state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
-        return state, totals
-
-    def _pack_outputs(self, state: PipelineState, metrics: dict):
-        """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
-        kept = _in_order({**state.kept(), **state.counters()})
-        in_flight = _in_order(state.in_flight())
-        if self.settings.automatic_mesh is not None:
-            state = self.abstract_state
-            wanted = (
-                _in_order({**state.kept(), **state.counters()}),
-                _in_order(state.in_flight()),
-            )
-            kept, in_flight = jax.tree.map(
-                lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
-                (kept, in_flight),
-                wanted,
-            )
-        return kept, in_flight, metrics
+    def _run_flush(self, arrays: Mapping[str, Any], rows: jax.Array) -> Outputs:
+        return self._passes.flush(arrays, rows)
 
     def _restore(self, state: PipelineState, kept: dict, in_flight: dict, metrics: dict) -> tuple[PipelineState, dict]:
         """The new state and metrics out of the outputs of a compiled function."""
         return dataclasses.replace(state, **kept, **in_flight), metrics
-
-    def _run_flush(self, arrays: Mapping[str, Any], rows: jax.Array):
-        state = self._state_of(arrays)
-        newest, N = state.round[0], self.settings.schedule.num_microbatches
-        state, metrics = self._drain(state, rows)
-        empty = jax.tree.map(jnp.zeros_like, {**state.in_flight(), "round": state.round})
-        newest_of = {
-            name: in_all_versions(self.engine, name, getattr(state, name), newest) for name in arrays_with_versions()
-        }
-        started = state.started + newest * N
-        state = dataclasses.replace(state, **newest_of, started=started, **empty)
-        return self._pack_outputs(state, metrics)
-
-    def _drain(self, state: PipelineState, rows: jax.Array) -> tuple[PipelineState, dict]:
-        """Passes over the table without new microbatches; the state, and metrics of all passes together."""
-        num_rounds = self.engine.lowered.drain_rounds
-        if num_rounds == 0:
-            return state, self.metrics.nothing(state)
-        num_entered = state.round * self.settings.schedule.num_microbatches
-
-        def drain(arrays, _):
-            state = self._state_of(arrays)
-            state, totals = self._run_table(state, num_entered, None, rows)
-            return state.arrays(), totals
-
-        arrays, totals = jax.lax.scan(drain, state.arrays(), length=num_rounds)
-        state = self._state_of(arrays)
-        return state, self.metrics.means(self.metrics.over_passes(totals))
-
-
-def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
-    """Groups of arrays in the order of the fields of a state.
-
-    JAX gives a donated array to the first output of its shape. In another order it would give the weights to the
-    optimizer's state, and XLA would copy both.
-    """
-    names = [field.name for field in dataclasses.fields(PipelineState)]
-    return collections.OrderedDict((name, groups[name]) for name in names if name in groups)
 
 
 def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:
@@ -495,6 +338,75 @@ def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:
     check_hooks(optimizer_state, **settings.hooks)
 
 
+def _parts(program: Program) -> dict[str, Any]:
+    """See `Program.parts`."""
+    traced, stages, updates = program.traced, program.stages, program.engine.updates
+    layers = [
+        (
+            traced.layer_kinds[kind].text,
+            traced.specs[kind],
+            str(jax.tree.structure((layer.parameters, layer.state))),
+            layer.stash,
+            layer.pop,
+        )
+        for kind, layer in zip(traced.kind_of_layer, stages.layers)
+    ]
+    update_texts = [
+        [
+            (
+                group.run.text(),
+                [_slot_key(slot) for slot in (*group.inputs, *group.outputs)],
+            )
+            for group in update.groups
+        ]
+        + [[_slot_key(slot) for slot in update.shared]]
+        for update in updates.distinct
+    ]
+    return {
+        "batch": shapes_key(program.microbatch),
+        "implementation of random keys": str(program.engine.key_impl),
+        **program.settings.parts,
+        "boundaries": tuple(stages.starts[1:-1]),
+        "trainable": [layer.frozen for layer in stages.layers],
+        "layers": layers,
+        "loss": (
+            traced.loss.text,
+            traced.loss_weight and traced.loss_weight.text(),
+            traced.has_whole_batch_loss,
+            sorted(traced.reported),
+        ),
+        "layers of all stages": [
+            (layer.index, tuple((leaf.dim, leaf.is_split) for leaf in layer.leaves))
+            for layer in stages.vocabulary.layers
+        ],
+        "forward_params or backward_params": sorted(program.settings.hooks),
+        "optimizer": (
+            update_texts,
+            updates.program_of_stage,
+            {path: a.tolist() for path, a in program.first_hyperparams.items()},
+        ),
+    }
+
+
 def _slot_key(slot: Any) -> tuple:
     """`LeafSlots` as a value that compares."""
     return slot.arrays, [(place, starts.tolist()) for place, starts in slot.copies]
+
+
+def _check_compression(settings: Settings, engine: TrainingPass) -> None:
+    """Raises ValueError if a gradient cannot be compressed, or accumulated."""
+    compressor = settings.communication.compress_gradients
+    accumulate = settings.communication.accumulate_gradients
+    if accumulate is not None and not engine.stages.factors.arrays:
+        raise ValueError(
+            f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product "
+            "of two matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a "
+            "smaller `rank`, or leave it out."
+        )
+    if compressor is None:
+        return
+    for group in engine.gradient_groups:
+        shape = "x".join(map(str, group.like.shape)) or "scalar"
+        is_part = group.place.array in engine.array_rows["gradients"].unit_rows
+        words = "of a device's part of a weight" if is_part else "of a weight"
+        compressor.check(group.like, f"the gradient {words} ({shape})")
