@@ -144,20 +144,29 @@ class TrainingPass(PassSpec):
         All updates exchange a few numbers. To exchange them in every tick costs less than a wait for the
         host. Means over replicas, sums over copies and sums of tied gradients are large.
         """
-        small = self.num_replicas == 1 and not self.stages.ties
-        small = small and not self.schedule.has_copies
-        return self.target.updates_in_every_tick and small
+        return self.target.updates_in_every_tick and self._exchanges_little and not self._holds_small_sums
+
+    @property
+    def _exchanges_little(self) -> bool:
+        """True if an update exchanges nothing between devices but norms."""
+        return self.num_replicas == 1 and not self.stages.ties and not self.schedule.has_copies
+
+    @property
+    def _holds_small_sums(self) -> bool:
+        """True if the branch of an update can hold the sum of a few numbers over all stages."""
+        return self.target.holds_small_sums and stays_in_slices(self.mesh, [STAGE])
 
     @property
     def records_collectives(self) -> bool:
         """True if branches hold collectives that a CUDA graph can have.
 
         They run along all axes but "stage", and along that one in layers that all stages run together, and where the
-        update of a tick adds up what copies of a stage have. CUDA has no call of the host in a branch of a graph, and
-        NCCL needs one between nodes.
+        update of a tick adds up norms, or what copies of a stage have. CUDA has no call of the host in a branch of a
+        graph, and NCCL needs one between nodes.
         """
         axes = [name for name, size in self.mesh.shape.items() if size > 1 and name != STAGE]
-        if self.stages.vocabulary.layers or (self.schedule.has_copies and self.lowered.updates[:-1].any()):
+        adds_up = self.schedule.has_copies or (self._exchanges_little and self._holds_small_sums)
+        if self.stages.vocabulary.layers or (adds_up and self.lowered.updates[:-1].any()):
             axes.append(STAGE)
         return bool(axes) and stays_in_slices(self.mesh, axes)
 

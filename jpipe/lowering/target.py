@@ -41,8 +41,10 @@ class Target:
         does not know.
       updates_between_ticks: whether a tick begins with the update of the tick before. XLA for GPUs begins no transfer
         before an update that most ticks leave out.
-      updates_in_every_tick: whether a small update runs in all ticks. The host decides about a conditional with a
-        collective.
+      updates_in_every_tick: whether a small update runs in all ticks, where a branch cannot hold its sum. The host
+        decides about a conditional with a collective that is not part of a CUDA graph.
+      holds_small_sums: whether a branch can hold the sum of a few numbers over devices of one node. XLA has a kernel
+        for such sums, which is part of a CUDA graph as other kernels are.
       drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers
         in place.
       casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
@@ -78,6 +80,7 @@ class Target:
     indices_outside: bool = False
     updates_between_ticks: bool = False
     updates_in_every_tick: bool = False
+    holds_small_sums: bool = False
     drops_branches: bool = False
     casts_once: bool = False
     orders_weights: bool = False
@@ -122,6 +125,7 @@ GPU = Target(
     indices_outside=True,
     updates_between_ticks=True,
     updates_in_every_tick=True,
+    holds_small_sums=jax.__version_info__ >= (0, 12),
     drops_branches=True,
     casts_once=True,
     orders_weights=True,
