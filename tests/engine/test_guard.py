@@ -22,7 +22,8 @@ from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.lowering.target import CPU, GPU, TARGETS, target_of
 from jpipe.options import checks
-from jpipe.schedules import gpipe, pipedream
+from jpipe.reference import Reference
+from jpipe.schedules import gpipe, pipedream, pipemare
 
 PLATFORMS = ("cpu", "gpu")
 each_platform = pytest.mark.parametrize("platform", PLATFORMS)
@@ -334,13 +335,20 @@ def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch, passed
         ({"fsdp": 2}, {}, True, False),  # NCCL calls the host between nodes, and no branch of a graph can
         ({}, {"ties": [[(0, "kernel"), (3, "kernel")]]}, False, False),  # the update follows the last tick
         ({}, {"schedule": pipedream(2, 4, replicas=(2, 1))}, False, True),  # copies of a stage add up in a tick
+        ({}, {"schedule": pipedream(2, 4)}, False, True),  # stages add up their norms in a tick
+        ({}, {"schedule": pipedream(2, 4)}, True, False),  # between nodes they do so in every tick, in no branch
     ],
 )
 def test_collectives_in_branches_are_recorded(monkeypatch, passed, mesh, options, crosses, wanted):
     """Only where there are any, and where CUDA can."""
     if crosses:
         monkeypatch.setattr(training, "stays_in_slices", lambda mesh, axes: False)
-    target = dataclasses.replace(CPU, collective_options={"xla_cpu_enable_fast_math": False})
+    target = dataclasses.replace(
+        CPU,
+        collective_options={"xla_cpu_enable_fast_math": False},
+        updates_in_every_tick=True,
+        holds_small_sums=True,
+    )
     monkeypatch.setitem(TARGETS, "cpu", target)
     layers = [functools.partial(nnx.Linear, DIM, DIM)] * 4
     batch = {name: np.ones((4, DIM), np.float32) for name in ("inputs", "targets")}
@@ -349,6 +357,36 @@ def test_collectives_in_branches_are_recorded(monkeypatch, passed, mesh, options
     mesh = jpipe.make_mesh(stage=table.num_devices, **mesh)
     jpipe.Pipeline(layers, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=table, mesh=mesh, **options).lower(batch)
     assert passed.count({"xla_cpu_enable_fast_math": False}) == (4 if wanted else 0)
+
+
+@pytest.mark.parametrize("ticks", ["unit", "paired"])
+def test_an_update_runs_in_every_tick_or_in_a_branch(monkeypatch, ticks):
+    """With the same weights, that of the plain loop over all versions, and the same norms."""
+    rng = np.random.default_rng(0)
+    batches = [{n: rng.normal(size=(8, DIM)).astype("float32") for n in ("inputs", "targets")} for _ in range(4)]
+    layers = [functools.partial(nnx.Linear, DIM, DIM)] * 4
+    table, optimizer = pipemare(4, 4, ticks=ticks), optax.adamw(0.01)
+    params = [
+        {"bias": np.zeros(DIM, np.float32), "kernel": rng.normal(size=(DIM, DIM)).astype("float32")} for _ in layers
+    ]
+    reference = Reference(layers, loss_fn, optimizer, table, params=params)
+    losses = [reference.step(batch) for batch in batches]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    norms = []
+    for holds_small_sums in (False, True):
+        target = dataclasses.replace(GPU, compiler_options={}, collective_options={}, pair_options={})
+        target = dataclasses.replace(target, holds_small_sums=holds_small_sums)
+        monkeypatch.setitem(TARGETS, "cpu", target)
+        pipe = jpipe.Pipeline(layers, loss=loss_fn, optimizer=optimizer, schedule=table)
+        state = pipe.init(jax.random.key(0), batches[0], params)
+        engine = pipe._program(batches[0]).engine
+        assert engine.updates_in_every_tick != holds_small_sums
+        for batch in batches:
+            state, metrics = pipe.step(state, batch)
+        jax.tree.map(close, pipe.get_params(state), reference.get_params())
+        close(metrics["loss"], losses[-1])
+        norms.append(metrics["gradient_norm"])
+    close(*norms)
 
 
 @pytest.mark.parametrize("options", ["--xla", {"a": None}, {1: True}])
