@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 
 from checkout import commit
 from gpu_program import Activity, Step
@@ -105,7 +106,7 @@ def compile_row(request: dict) -> dict:
     variant = VARIANTS[request["variant"]]
     if variant.kernel:
         gpu_steps.let_attention_have_its_kernel()
-    schedule = None
+    schedule, arrivals = None, {}
     start = time.perf_counter()
     if name:
         without_graphs = request["without_graphs"]
@@ -114,6 +115,7 @@ def compile_row(request: dict) -> dict:
         )
         schedule = pipe.schedule
         compiled = pipe.compile(case.batch)
+        arrivals = pipe._program(case.batch).engine.lowered.arrivals
     else:
         compiled = gpu_plain.plain(case, sizes, variant, **options).compile()
     seconds = time.perf_counter() - start
@@ -125,32 +127,34 @@ def compile_row(request: dict) -> dict:
         "seconds": round(seconds, 1),
         "temporaries_gb": round(memory.temp_size_in_bytes / 1e9, 4),
         "state_gb": round(memory.alias_size_in_bytes / 1e9, 4),
-        **read(Step.read(compiled.as_text(), dump), schedule),
+        **read(Step.read(compiled.as_text(), dump), schedule, arrivals),
     }
 
 
-def read(step: Step, schedule) -> dict:
+def read(step: Step, schedule, arrivals: Mapping) -> dict:
     """The part of a row that comes from the program's text.
 
     Args:
       step: the program.
       schedule: its table; None for the plain scan.
+      arrivals: operation -> `jpipe.lowering.arrivals.Arrivals` before it, where devices choose their messages.
     """
     if schedule is None:
-        microbatch = [Activity()]
+        kinds: list = [(0, {Activity(): 1.0})]
         busy, num_updates = {"microbatch": Activity()}, 0
     else:
         from jpipe.schedule import IDLE
 
         kinds = [
-            (stage, Activity(frozenset((name, stage) for name in names)))
+            (stage, {a._replace(operations=frozenset((name, stage) for name in names)): n for a, n in shares.items()})
             for stage in range(schedule.num_stages)
-            for names in busy_ticks(schedule, stage)
+            for names, shares in busy_ticks(schedule, stage, arrivals).items()
         ]
-        microbatch = [activity for _, activity in kinds]
         in_the_middle = schedule.device == schedule.num_devices // 2
-        busy = busy_ticks(schedule, min(schedule.stage[in_the_middle]))
-        busy = {"+".join(LETTERS[name] for name in k): v for k, v in busy.items()}
+        busy = {
+            "+".join(LETTERS[name] for name in names): max(shares, key=shares.__getitem__)
+            for names, shares in busy_ticks(schedule, min(schedule.stage[in_the_middle]), arrivals).items()
+        }
         num_updates = int((schedule.update != IDLE).any(axis=1).sum())
     loops = step.tick_loops()
 
@@ -169,16 +173,20 @@ def read(step: Step, schedule) -> dict:
             )
     if schedule is not None:
         ticks["idle"] = tick(Activity())
-    of_all_stages = [tick(activity) for activity in microbatch]
     by_stage: dict[str, dict] = {}
-    for (stage, _), work in zip([] if schedule is None else kinds, of_all_stages):
+    for stage, shares in kinds:
+        works = [(tick(activity), share) for activity, share in shares.items()]
         sums = by_stage.setdefault(str(stage), {"kernels": 0, "products": 0, "traffic": 0.0})
-        by_stage[str(stage)] = {name: round(value + work[name], 3) for name, value in sums.items()}
+        by_stage[str(stage)] = {
+            name: round(value + sum(share * work[name] for work, share in works), 3) for name, value in sums.items()
+        }
     return {
         "num_ticks": [loop.trip_count for loop in loops],
         "ticks": ticks,
-        "stages_of_microbatch": by_stage,
-        "microbatch": {name: sum(work[name] for work in of_all_stages) for name in ("kernels", "products")},
+        "stages_of_microbatch": {} if schedule is None else by_stage,
+        "microbatch": {
+            name: round(sum(work[name] for work in by_stage.values()), 2) for name in ("kernels", "products")
+        },
         "permutes": {
             label: [
                 permute._replace(megabytes=round(permute.megabytes, 3))._asdict()
@@ -193,13 +201,18 @@ def read(step: Step, schedule) -> dict:
     }
 
 
-def busy_ticks(schedule, stage: int) -> dict[tuple[str, ...], Activity]:
+def busy_ticks(schedule, stage: int, arrivals: Mapping) -> dict[tuple[str, ...], dict[Activity, float]]:
     """The kinds of ticks in which the device of a stage is busy.
 
+    Args:
+      schedule: the table.
+      stage: the stage.
+      arrivals: see `read`.
+
     Returns:
-      Operations of a tick -> what the device does in it. A kind whose operations are a part of
-      another kind's is left out. A device of several stages runs the operations of a tick on the
-      stages that it does so most often.
+      Operations of a tick -> what the device does in it: each set of messages that arrive there, with its share of
+      these ticks. A kind whose operations are a part of another kind's is left out. A device of several stages runs
+      the operations of a tick on the stages that it does so most often.
     """
     from jpipe.schedule import IDLE
 
@@ -211,11 +224,25 @@ def busy_ticks(schedule, stage: int) -> dict[tuple[str, ...], Activity]:
             (name, int(schedule.stage[c])) for name in LETTERS for c in columns if getattr(schedule, name)[t, c] != IDLE
         ]
         names = tuple(name for name in LETTERS if name in dict(work))
-        seen.setdefault(names, collections.Counter())[frozenset(work)] += 1
+        receives = frozenset(before for before, each in arrivals.items() if each.branch[t, device] >= 0)
+        seen.setdefault(names, collections.Counter())[frozenset(work), receives] += 1
     return {
-        names: Activity(activities.most_common(1)[0][0])
+        names: _shares(activities)
         for names, activities in sorted(seen.items(), key=_place)
         if not any(set(names) < set(others) for others in seen)
+    }
+
+
+def _shares(activities: collections.Counter) -> dict[Activity, float]:
+    """The share of each set of arriving messages among the ticks with the most common operations."""
+    operations: collections.Counter = collections.Counter()
+    for (work, _), number in activities.items():
+        operations[work] += number
+    (most, total), *_ = operations.most_common(1)
+    return {
+        Activity(work, receives=receives): number / total
+        for (work, receives), number in activities.items()
+        if work == most
     }
 
 

@@ -21,8 +21,8 @@ from gpu_texts import Buffers, Hlo, Instruction, Thunk, all_bytes, parse_thunks
 _GUARD = re.compile(r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$")
 # What all devices run together in most ticks.
 _TOGETHER = re.compile(r"/branch_\d+_fun/(?:embed|embed_backward|head)/")
-# The messages for some stages.
-_RECEIVE = re.compile(r"/receive/for([\d,]+)/")
+# The messages for some stages, before an operation.
+_RECEIVE = re.compile(r"/receive/(\w+)/for([\d,]+)/")
 _UPDATE = re.compile(r"/update/(?:cond|while)$")
 # Instructions that are neither a kernel nor a call of a library.
 _NO_KERNEL = {
@@ -51,10 +51,12 @@ class Activity(NamedTuple):
       operations: pairs (operation, stage), the operation one of "forward", "backward" and
         "weight_grad"; empty for an idle tick.
       updates: whether the tick has an update.
+      receives: the operations before which messages arrive, where devices choose those that are for them.
     """
 
     operations: frozenset[tuple[str, int]] = frozenset()
     updates: bool = False
+    receives: frozenset[str] = frozenset()
 
 
 class Permute(NamedTuple):
@@ -211,8 +213,8 @@ class Step:
 
         A guard's branch is taken if the device does what it guards. Any other conditional asks for
         something rare (first or last stage, end of a minibatch), which is left out. Of a choice
-        between programs, the branch of the device's stage is taken, and so it is of a choice between messages: a
-        busy device receives all that it ever does.
+        between programs, the branch of the device's stage is taken, and so it is of a choice between messages in a
+        tick in which some arrive.
         """
         branches, scope = conditional.branches, conditional.scope
         is_guard = _GUARD.search(scope) or _UPDATE.search(scope)
@@ -228,7 +230,8 @@ class Step:
         stages = {stage for _, stage in activity.operations}
         for branch in branches:
             scopes = {i.scope for i in self.hlo.all_of(branch)}
-            if any(match and stages & _numbers(match[1]) for match in map(_RECEIVE.search, scopes)):
+            received = filter(None, map(_RECEIVE.search, scopes))
+            if any(match[1] in activity.receives and stages & _numbers(match[2]) for match in received):
                 return branch
             named = [re.search(r"/(\w+)/stage([\d,-]+)/", scope) for scope in scopes]
             if any(match and _does(activity, match) for match in named):

@@ -48,9 +48,9 @@ def message_text(channel: int) -> str:
     return f"message{channel}"
 
 
-def receive_text(stages: Sequence[int]) -> str:
-    """The name of a branch that receives the messages for some stages."""
-    return f"receive/for{','.join(map(str, stages))}"
+def receive_text(before: str, stages: Sequence[int]) -> str:
+    """The name of a branch that receives the messages for some stages, before an operation."""
+    return f"receive/{before}/for{','.join(map(str, stages))}"
 
 
 class Scope(NamedTuple):

@@ -75,7 +75,7 @@ def receive(
         for chosen, devices in zip(arrivals.messages, arrivals.devices, strict=True):
             stages = [s for s, copies in enumerate(spec.lowered.copies) if any(d in devices for d, _ in copies)]
             run = functools.partial(put, [message for message in here if message in chosen])
-            branches.append(Branch(receive_text(stages), ["inbox"], run))
+            branches.append(Branch(receive_text(before, stages), ["inbox"], run))
         arrays = run_one_of(spec.lowered.target, scalars.arrivals(before), branches, arrays)
     return arrays
 

@@ -233,11 +233,15 @@ def test_what_all_stages_run_together():
 
 
 def test_messages_of_other_stages_are_not_received():
-    text = HLO.replace("forward/stage1-2/cond/branch_1_fun/while", "cond/branch_1_fun/receive/for0,2/while")
+    text = HLO.replace("forward/stage1-2/cond/branch_1_fun/while", "cond/branch_1_fun/receive/forward/for0,2/while")
     program = step(hlo=text.replace("body/forward/stage1-2/cond", "body/cond"))
     (loop,) = program.tick_loops()
-    activities = [gpu.Activity(frozenset({("backward", stage)})) for stage in (0, 1, 2)]
-    assert [program.tick(loop, activity).products for activity in (*activities, gpu.Activity())] == [3, 0, 3, 0]
+    activities = [
+        gpu.Activity(frozenset({("backward", stage)}), receives=frozenset({"forward"})) for stage in (0, 1, 2)
+    ]
+    before_backwards = activities[0]._replace(receives=frozenset({"backward"}))
+    activities += [before_backwards, gpu.Activity()]
+    assert [program.tick(loop, activity).products for activity in activities] == [3, 0, 3, 0, 0]
 
 
 def test_a_slice_that_is_not_written_in_place_is_a_copy():
