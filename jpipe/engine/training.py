@@ -153,8 +153,8 @@ class TrainingPass(PassSpec):
 
     @property
     def _holds_small_sums(self) -> bool:
-        """True if the branch of an update can hold the sum of a few numbers over all stages."""
-        return self.target.holds_small_sums and stays_in_slices(self.mesh, [STAGE])
+        """True if the branch of an update can hold the sum of a few numbers over all devices."""
+        return self.target.holds_small_sums and stays_in_slices(self.mesh, self.mesh.axis_names)
 
     @property
     def records_collectives(self) -> bool:
