@@ -1,7 +1,6 @@
 """The programs of a pipeline: one for each shape of its minibatches, all with one cut."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ class Programs:
     def __init__(
         self,
         settings: Settings,
-        boundaries: Sequence[int] | str | os.PathLike[str] | None,
+        boundaries: Sequence[int] | str | None,
         starts: Sequence[int] | None,
         device_memory: float | None,
     ):
