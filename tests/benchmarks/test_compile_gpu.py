@@ -27,6 +27,7 @@ COMMUNICATING = {
     "fsdp": ("equal", "1f1b", "fsdp 2", ""),
     "shared updates": ("equal", "pipemare-paired", "data 2, shared update", ""),
     "vocabulary layers": ("words", "1f1b", "vocabulary layers", ""),
+    "updates": ("equal", "pipemare-paired", "-", ""),
 }
 CONVOLUTIONS = "unet 1f1b"
 PROGRAMS = TRANSFORMERS | COMMUNICATING | {CONVOLUTIONS: ("unet", "1f1b", "-", "plain-unrolled")}
@@ -194,3 +195,11 @@ def test_no_host_where_branches_hold_collectives(rows, name, limit):
     """The collectives of branches are part of CUDA graphs, and so are the branches."""
     value, most = limit(*rows(name))
     assert value <= most
+
+
+@pytest.mark.exhaustive
+def test_norms_are_summed_in_ticks_with_an_update(rows):
+    """Before JAX 0.12 a branch cannot hold a sum, so every tick has one."""
+    row, _ = rows("updates")
+    has_update_in_a_branch = row["jax"] >= "0.12"
+    assert _in_any_tick(row, "collectives") == (0 if has_update_in_a_branch else 1)
