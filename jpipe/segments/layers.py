@@ -53,7 +53,7 @@ def layers_of_model(
     paths = [path_text(path) for path in leaves.paths[0]]
     trained, evaluated = forced.arranged(trained, evaluated)
     named = _named_places(forced, leaves, trained, evaluated)
-    matched = _matched(trained.flow.places, evaluated.flow.places)
+    matched = _matched(*(trace.flow.places(trained.flow.read_and_written) for trace in (trained, evaluated)))
     there = {here.mark: place for pairs in (*matched, named) for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
     fixed = [place for place, _ in named]

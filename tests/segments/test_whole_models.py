@@ -227,6 +227,37 @@ def test_what_reads_state_stays_beside_what_writes_it():
     np.testing.assert_allclose(pipe.get_params(state)["unread"], 0.95)
 
 
+class Centred(nnx.Module):
+    """Each product reads a running mean of what it gets, beside the place after the product before it."""
+
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(4)])
+        self.means = nnx.List([nnx.BatchStat(jnp.zeros(6)) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer, mean in zip(self.layers, self.means):
+            centred = x - mean[...][None]
+            x = layer(centred)
+            mean[...] = 0.5 * mean[...] + 0.5 * jax.lax.stop_gradient(x).mean(0)
+        return x[:, :5]
+
+
+def test_a_place_between_a_write_and_the_next_read():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Centred(rngs=nnx.Rngs(0))
+    pipe = jpipe.Pipeline(model, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule_named("one_f_one_b", 4, N))
+    state = pipe.init(KEY, batch)
+    assert [record.names for record in pipe.partition(batch)] == [(f"layers.{i}",) for i in range(4)]
+    predicted = pipe.predict(state, batch)
+    np.testing.assert_allclose(predicted, nnx.clone(model)(VECTORS), rtol=1e-5, atol=1e-6)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    means = pipe.get_mutable_state(state)["means"]
+    for i, mean in enumerate(model.means):
+        np.testing.assert_allclose(means[i], mean[...], rtol=1e-5, atol=1e-6)
+
+
 # -- Places
 
 
