@@ -27,6 +27,13 @@ from jpipe.stages.cut import Stages
 # -- Arguments of `Pipeline`
 
 
+def check_truth(argument: str, value: Any) -> bool:
+    """An argument that is a truth: a text such as "no" would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{argument}` must be True or False, got {shown(value)}.")
+    return bool(value)
+
+
 def check_schedule(schedule: Any) -> Schedule:
     """The schedule, if it is a legal table that trains."""
     if not isinstance(schedule, Schedule):
