@@ -147,7 +147,7 @@ class DataFlow:
           moving: `read_and_written` of the trace in training.
         """
         crossing = self._crossing
-        reads_of_state = sorted(self._reads_for_results[i][0] for i in moving if i in self._reads_for_results)
+        reads_of_state = sorted(self.reads_for_results[i][0] for i in moving if i in self.reads_for_results)
         inside = self._inside_of_writes
         places = []
         for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
@@ -176,7 +176,7 @@ class DataFlow:
     @property
     def read_and_written(self) -> frozenset[int]:
         """The numbers of the leaves of the state that a call writes, and that what it returns follows from."""
-        return frozenset(self._reads_for_results.keys() & self._writes.keys())
+        return frozenset(self.reads_for_results.keys() & self._writes.keys())
 
     @functools.cached_property
     def _writes(self) -> dict[int, int]:
@@ -186,7 +186,7 @@ class DataFlow:
         return {n: computed_at[v] for n, v in new_values if v in computed_at}
 
     @functools.cached_property
-    def _reads_for_results(self) -> dict[int, list[int]]:
+    def reads_for_results(self) -> dict[int, list[int]]:
         """Number of a leaf of the state -> the equations that read it, of those that the results follow from."""
         if not self.roles.state:
             return {}
@@ -204,7 +204,7 @@ class DataFlow:
         """Positions between what reads a leaf of the state for the results and what writes it."""
         inside: set[int] = set()
         for n in self.read_and_written:
-            touching = [*self._reads_for_results[n], self._writes[n]]
+            touching = [*self.reads_for_results[n], self._writes[n]]
             inside.update(range(min(touching) + 1, max(touching) + 1))
         return inside
 

@@ -242,6 +242,39 @@ class Centred(nnx.Module):
         return x[:, :5]
 
 
+class CentredLinear(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear, self.mean = nnx.Linear(6, 6, rngs=rngs), nnx.BatchStat(jnp.zeros((1, 6)))
+
+    def __call__(self, x):
+        centred = x - self.mean[...]
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * jax.lax.stop_gradient(x).mean(0, keepdims=True)
+        return jnp.tanh(self.linear(centred))
+
+
+class Modules(nnx.Module):
+    def __init__(self, *, rngs):
+        self.blocks = nnx.List([CentredLinear(rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :5]
+
+
+def test_a_module_that_begins_with_a_read_of_its_state():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Modules(rngs=nnx.Rngs(0))
+    options = {"optimizer": optax.sgd(0.1), "schedule": schedule_named("one_f_one_b", 2, N), "boundaries": ["blocks.1"]}
+    pipe = jpipe.Pipeline(model, loss=loss, **options)
+    state = pipe.init(KEY, batch)
+    first, _ = pipe.partition(batch)
+    assert first.names == ("blocks.0.linear",)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
 def test_a_place_between_a_write_and_the_next_read():
     batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
     model = Centred(rngs=nnx.Rngs(0))
