@@ -89,7 +89,11 @@ WRONG_ARGUMENTS = {
     ),
     "optimizer not called": (
         lambda: dict(optimizer=optax.sgd),
-        "`optimizer` must be an Optax transformation, .*got function",
+        "`optimizer` must be an Optax transformation, .*got function.*call it with its learning rate",
+    ),
+    "optimizer of NNX": (
+        lambda: dict(optimizer=nnx.Optimizer(linear(), optax.sgd(0.1), wrt=nnx.Param)),
+        r"got Optimizer. Give .*optimizer\.tx",
     ),
     "optimizer a number": (
         lambda: dict(optimizer=0.1),
@@ -171,6 +175,7 @@ WRONG_ARGUMENTS = {
         lambda: dict(layers=(x for x in [LINEAR] * 4)),
         "must be a sequence of layers, got generator",
     ),
+    "layers by name": (lambda: dict(layers={"a": LINEAR}), "`layers` must be a sequence of layers, got dict"),
     "layers empty": (
         lambda: dict(layers=[]),
         "`layers` must hold at least one layer, got none",
@@ -274,7 +279,7 @@ WRONG_BATCHES = {
     ),
     "a scalar": (
         {**batch_of(4), "epoch": 3},
-        r"`batch\['epoch'\]` must be an array .*got 3",
+        r"`batch\['epoch'\]` must be an array .*got 3. Repeat what is the same for all rows",
     ),
     "a scalar array": (
         {**batch_of(4), "epoch": np.float32(3)},
@@ -283,6 +288,10 @@ WRONG_BATCHES = {
     "a list": (
         {**batch_of(4), "ids": [1, 2, 3, 4]},
         r"`batch\['ids'\]\[0\]` must be an array .*got 1. Convert lists with `np.asarray`",
+    ),
+    "a number as name": (
+        {**batch_of(4), 3: batch_of(4)["targets"]},
+        r"entries of `batch` must have texts as names, got \['inputs', 'targets', 3\]",
     ),
     "text": (
         {**batch_of(4), "name": np.array(["a"] * 4)},

@@ -293,6 +293,10 @@ def test_wrong_adapters():
         jpipe.InitApply(init, 3)
     with pytest.raises(ValueError, match="`jpipe.Linen` takes a Flax Linen module, got"):
         jpipe.Linen(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="`train` of `jpipe.NNX` must be a dict of keyword .*got True"):
+        jpipe.NNX(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), train=True)
+    with pytest.raises(ValueError, match=r"`evaluate` of `jpipe.Linen` must be a dict of keyword .*got \['train'\]"):
+        jpipe.Linen(Norm(5), evaluate=["train"])
 
 
 def test_layers_that_differ_in_momentum_are_two_kinds():
