@@ -220,8 +220,8 @@ class _Variables:
             held = jax.tree.leaves(v)
             if len(held) != 1:
                 raise ValueError(
-                    f"layer {index} ({name}): every variable must hold one array, and {'.'.join(map(str, path))!r} holds "
-                    f"{len(held)}. Give each array a variable of its own, for example in an `nnx.Dict` or `nnx.List`."
+                    f"layer {index} ({name}): every variable must hold one array, and {'.'.join(map(str, path))!r} "
+                    f"holds {len(held)}. Give each array a variable of its own, for example in an `nnx.Dict` or `nnx.List`."
                 )
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]

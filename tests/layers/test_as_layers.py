@@ -288,6 +288,18 @@ def test_wrong_layers(name):
         pipeline(1, 2, layers, **options).init(KEY, batch)
 
 
+def test_a_variable_of_two_arrays():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.Param({"a": jnp.ones(2), "b": jnp.ones(2)})
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ValueError, match=r"one array, and 'pair' holds 2\. Give each array a variable of its own"):
+        as_layers([Pair()])
+
+
 def test_wrong_adapters():
     with pytest.raises(ValueError, match="`apply` of `jpipe.InitApply` must be a function"):
         jpipe.InitApply(init, 3)
