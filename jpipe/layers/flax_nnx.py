@@ -221,7 +221,7 @@ class _Variables:
             if len(held) != 1:
                 raise ValueError(
                     f"layer {index} ({name}): every variable must hold one array, and {'.'.join(map(str, path))!r} "
-                    f"holds {len(held)}. Give each array a variable of its own, for example in an `nnx.Dict` or `nnx.List`."
+                    f"holds {len(held)}. Give each array a variable of its own, such as in an `nnx.Dict` or `nnx.List`."
                 )
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
