@@ -159,22 +159,33 @@ class SegmentProgram:
 
 
 def owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
-    """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
-    if not flow.roles.state:
+    """The segment that has each leaf of the state: that which computes its new value from data, or else the first that
+    reads it, for what it passes on or for what it writes. A leaf that nothing reads is in the first segment.
+    """
+    roles = flow.roles
+    if not roles.state:
         return []
     stops = [place.position for place in places]
     computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    reading = []
-    for k in range(len(places) + 1):
-        ports = Ports.between(flow.roles, places, k)
-        reading.append(flow.program.part((*flow.roles.held, *ports.data), ports.passed_on).read())
-    owners = []
-    for old, new in zip(flow.roles.state, flow.roles.new_state):
-        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at:
-            owners.append(bisect.bisect_right(stops, computed_at[new]))
-        else:
-            owners.append(next((k for k, read in enumerate(reading) if old in read), 0))
-    return owners
+    owners = {
+        n: bisect.bisect_right(stops, computed_at[new])
+        for n, new in enumerate(roles.new_state)
+        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at
+    }
+    ports = [Ports.between(roles, places, k) for k in range(len(places) + 1)]
+    while len(owners) < len(roles.state):
+        written: list[list] = [[] for _ in ports]
+        for n, owner in owners.items():
+            written[owner].append(roles.new_state[n])
+        reading = [
+            flow.program.part((*roles.held, *port.data), [*port.passed_on, *new_values]).read()
+            for port, new_values in zip(ports, written)
+        ]
+        # A leaf may be read for the new value of a leaf that is read itself, such as a count for a rate.
+        others = [n for n in range(len(roles.state)) if n not in owners]
+        readers = {n: [k for k, read in enumerate(reading) if roles.state[n] in read] for n in others}
+        owners |= {n: ks[0] for n, ks in readers.items() if ks} or dict.fromkeys(others, 0)
+    return [owners[n] for n in range(len(roles.state))]
 
 
 def inside_of_writes(

@@ -252,9 +252,24 @@ class CentredLinear(nnx.Module):
         return jnp.tanh(self.linear(centred))
 
 
-class Modules(nnx.Module):
+class MeanOfAll(nnx.Module):
+    """The mean of all rows so far: its count is read for another write alone, and by no data."""
+
     def __init__(self, *, rngs):
-        self.blocks = nnx.List([CentredLinear(rngs=rngs) for _ in range(4)])
+        self.linear, self.mean = nnx.Linear(6, 6, rngs=rngs), nnx.BatchStat(jnp.zeros((1, 6)))
+        self.count, self.calls = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.count[...] += jnp.where(self.calls[...] > 0, 1.0, 0.0)
+        centred, change = x - self.mean[...], jax.lax.stop_gradient(x).mean(0, keepdims=True) - self.mean[...]
+        self.mean[...] += change / self.count[...]
+        return jnp.tanh(self.linear(centred))
+
+
+class Modules(nnx.Module):
+    def __init__(self, kind=CentredLinear, *, rngs):
+        self.blocks = nnx.List([kind(rngs=rngs) for _ in range(4)])
 
     def __call__(self, x):
         for block in self.blocks:
@@ -273,6 +288,20 @@ def test_a_module_that_begins_with_a_read_of_its_state():
     want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
     state, metrics = pipe.step(state, batch)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+def test_a_count_is_beside_the_write_that_reads_it():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Modules(MeanOfAll, rngs=nnx.Rngs(0))
+    pipe = jpipe.Pipeline(model, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule_named("one_f_one_b", 4, N))
+    state = pipe.init(KEY, batch)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    blocks = pipe.get_mutable_state(state)["blocks"]
+    for i, block in enumerate(model.blocks):
+        assert blocks[i]["count"] == blocks[i]["calls"] == N
+        np.testing.assert_allclose(blocks[i]["mean"], block.mean[...], rtol=1e-5, atol=1e-6)
 
 
 def test_a_place_between_a_write_and_the_next_read():
