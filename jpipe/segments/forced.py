@@ -1,7 +1,7 @@
 """Places that the user names: markers in the model, and modules with which a stage begins."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.ad_checkpoint import checkpoint_name
@@ -38,7 +38,7 @@ class ForcedPlaces:
 
     Args:
       modules: paths of modules, such as "blocks.4": there is a place before the first equation that reads their
-        weights.
+        weights or state, where the least crosses since the step before.
     """
 
     def __init__(self, modules: Sequence[str]):
@@ -52,14 +52,12 @@ class ForcedPlaces:
         """Whether the model is cut at these places alone: with so many marks the user says where stages may end."""
         return sum(place.mark[0] == "stage_end" for place in places) >= num_stages
 
-    def places(self, flow: DataFlow, paths: Sequence[str], moving: Mapping[int, str] | None = None) -> list[CutPlace]:
+    def places(self, flow: DataFlow, paths: Sequence[str], state_paths: Sequence[str] = ()) -> list[CutPlace]:
         """The places in a traced model, in order.
 
         Args:
           flow: of the traced model.
-          paths: dotted path of each parameter.
-          moving: `DataFlow.read_and_written` in training, with the dotted path of each. A module that reads such state
-            begins there.
+          paths, state_paths: dotted path of each parameter, and of each leaf of the state.
 
         Raises:
           ValueError: if no weights of a module are read.
@@ -82,8 +80,10 @@ class ForcedPlaces:
                     f"{did_you_mean(module, known)} It has {', '.join(dict.fromkeys(p[0] for p in parts if p))}."
                 )
             first = min(flow.first_reads[v] for v in inside)
-            read = [n for n, path in (moving or {}).items() if f"{path}.".startswith(f"{module}.")]
-            positions["module", module] = min([first, *(i for n in read for i in flow.reads_for_results.get(n, ()))])
+            read = [n for n, path in enumerate(state_paths) if f"{path}.".startswith(f"{module}.")]
+            begin = min([first, *(i for n in read for i in flow.reads_for_results.get(n, ()))])
+            # A norm has read its inputs before its weights.
+            positions["module", module] = flow.narrowest_before(begin)
             if first == min(flow.first_reads.values()):
                 raise CutError(
                     f"`boundaries` names {shown(module)}, with which the model begins. Name the modules with which the "

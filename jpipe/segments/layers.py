@@ -182,8 +182,7 @@ def _named_places(
 ) -> list[tuple[CutPlace, CutPlace]]:
     """The places that the user or a placement names, in training and in evaluation."""
     paths, state_paths = ([path_text(path) for path in paths] for paths in leaves.paths)
-    moving = {n: state_paths[n] for n in trained.flow.read_and_written}
-    here, there = (forced.places(trace.flow, paths, moving) for trace in (trained, evaluated))
+    here, there = (forced.places(trace.flow, paths, state_paths) for trace in (trained, evaluated))
     pairs = [pair for pairs in _matched([(place,) for place in here], [(place,) for place in there]) for pair in pairs]
     if len(pairs) < len(here):
         raise CutError(

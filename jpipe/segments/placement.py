@@ -73,7 +73,7 @@ class Placement(NamedTuple):
         )
         return first, second
 
-    def places(self, flow: DataFlow, paths: Sequence[str], moving: Mapping[int, str] | None = None) -> list[CutPlace]:
+    def places(self, flow: DataFlow, paths: Sequence[str], state_paths: Sequence[str] = ()) -> list[CutPlace]:
         """The ends of the groups in a trace of `arranged`."""
         return [flow.place_at(position, (_NAME, k)) for k, position in enumerate(flow.ends)]
 

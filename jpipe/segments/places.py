@@ -166,6 +166,13 @@ class DataFlow:
             places.append(tuple(equal))
         return places
 
+    def narrowest_before(self, position: int) -> int:
+        """The last of the positions between a step and a position after it at which the least crosses."""
+        number = bisect.bisect_left(self.steps, position)
+        if number == 0:
+            return position
+        return min(reversed(range(self.steps[number - 1] + 1, position + 1)), key=lambda i: _width(self._crossing[i]))
+
     def place_at(self, position: int, mark: tuple) -> CutPlace:
         """The place after some equations."""
         return CutPlace(position, *self._crossing[position], mark)

@@ -286,6 +286,31 @@ def test_a_module_that_begins_with_a_read_of_its_state():
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
 
 
+class PreActivation(nnx.Module):
+    """Blocks that begin with a norm, which reads its inputs before its weights."""
+
+    def __init__(self, kind, *, rngs):
+        self.blocks = nnx.List([nnx.List([kind(6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)]) for _ in range(4)])
+
+    def __call__(self, x):
+        for norm, linear in self.blocks:
+            x = x + linear(nnx.relu(norm(x)))
+        return x[:, :5]
+
+
+@pytest.mark.parametrize("kind", [nnx.LayerNorm, nnx.BatchNorm])
+def test_a_stage_that_begins_with_a_norm_gets_its_inputs_alone(kind):
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = PreActivation(kind, rngs=nnx.Rngs(0))
+    options = {"optimizer": optax.sgd(0.1), "schedule": schedule_named("one_f_one_b", 2, N), "boundaries": ["blocks.2"]}
+    pipe = jpipe.Pipeline(model, loss=loss, **options)
+    state = pipe.init(KEY, batch)
+    assert {record.num_bytes for record in pipe.messages(batch)} == {ROWS // N * 6 * 4}
+    want = np.mean([loss(nnx.clone(model)(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
 def test_a_count_is_beside_the_write_that_reads_it():
     batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
     model = Modules(MeanOfAll, rngs=nnx.Rngs(0))
