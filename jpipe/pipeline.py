@@ -257,7 +257,7 @@ class Pipeline:
         check_recompute(recompute)  # `Numbers` needs it too; here it is refused before layers are read
         model = model_of(layers, loss=loss, boundaries=boundaries)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
-        self.has_aux = has_aux
+        self.has_aux = has_aux = checks.check_truth("has_aux", has_aux)
         numbers = Numbers.checked(
             schedule,
             compute_dtype=compute_dtype,
@@ -324,7 +324,7 @@ class Pipeline:
             hooks=hooks,
             offload=check_offload(offload, self.mesh, schedule, numbers, communication, hooks),
             trainable=Trainable.of(trainable, model.number),
-            donate=bool(donate),
+            donate=checks.check_truth("donate", donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )
         self._programs = Programs(settings, boundaries, starts, device_memory)

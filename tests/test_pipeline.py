@@ -89,12 +89,18 @@ WRONG_ARGUMENTS = {
     ),
     "optimizer not called": (
         lambda: dict(optimizer=optax.sgd),
-        "`optimizer` must be an Optax transformation, .*got function",
+        "`optimizer` must be an Optax transformation, .*got function.*call it with its learning rate",
+    ),
+    "optimizer of NNX": (
+        lambda: dict(optimizer=nnx.Optimizer(linear(), optax.sgd(0.1), wrt=nnx.Param)),
+        r"got Optimizer. Give .*optimizer\.tx",
     ),
     "optimizer a number": (
         lambda: dict(optimizer=0.1),
         "`optimizer` must be an Optax transformation, .*got float",
     ),
+    "donate a text": (lambda: dict(donate="no"), "`donate` must be True or False, got 'no'"),
+    "has_aux a text": (lambda: dict(has_aux="no"), "`has_aux` must be True or False, got 'no'"),
     "compute_dtype misspelt": (
         lambda: dict(compute_dtype="bf16"),
         "`compute_dtype` must be .*got 'bf16'",
@@ -169,6 +175,7 @@ WRONG_ARGUMENTS = {
         lambda: dict(layers=(x for x in [LINEAR] * 4)),
         "must be a sequence of layers, got generator",
     ),
+    "layers by name": (lambda: dict(layers={"a": LINEAR}), "`layers` must be a sequence of layers, got dict"),
     "layers empty": (
         lambda: dict(layers=[]),
         "`layers` must hold at least one layer, got none",
@@ -272,7 +279,7 @@ WRONG_BATCHES = {
     ),
     "a scalar": (
         {**batch_of(4), "epoch": 3},
-        r"`batch\['epoch'\]` must be an array .*got 3",
+        r"`batch\['epoch'\]` must be an array .*got 3. Repeat what is the same for all rows",
     ),
     "a scalar array": (
         {**batch_of(4), "epoch": np.float32(3)},
@@ -281,6 +288,10 @@ WRONG_BATCHES = {
     "a list": (
         {**batch_of(4), "ids": [1, 2, 3, 4]},
         r"`batch\['ids'\]\[0\]` must be an array .*got 1. Convert lists with `np.asarray`",
+    ),
+    "a number as name": (
+        {**batch_of(4), 3: batch_of(4)["targets"]},
+        r"entries of `batch` must have texts as names, got \['inputs', 'targets', 3\]",
     ),
     "text": (
         {**batch_of(4), "name": np.array(["a"] * 4)},
@@ -328,6 +339,8 @@ def test_a_layer_that_cannot_take_its_input_is_named():
         (lambda y, b: (jnp.mean(y), y), "floating-point scalar.*got "),
         (lambda y, b: (jnp.mean(y),), "floating-point scalar.*got "),
         (lambda y, b: jnp.sum(y > 0), "floating-point number, got dtype int32"),
+        (lambda y, b: jnp.sum(y * 1j), "real number, got dtype complex64.*jnp.abs"),
+        (lambda y, b: (jnp.sum(y), jnp.sum(b["targets"] * 1j)), "real number, got dtype complex64"),
         (lambda y, b: None, "floating-point scalar.*got None"),
         (lambda y, b: jnp.mean((y - b["labels"]) ** 2), "`loss.*microbatch.*labels"),
         (lambda y: jnp.mean(y), "`loss.*positional argument"),
@@ -337,6 +350,8 @@ def test_a_layer_that_cannot_take_its_input_is_named():
         "with extras",
         "in a tuple",
         "integer",
+        "complex",
+        "complex weight",
         "nothing",
         "wrong entry",
         "one argument",

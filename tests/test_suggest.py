@@ -93,6 +93,12 @@ def test_usual_names_of_arguments(call, word, suggestion):
     assert f"no argument {word!r}. Did you mean '{suggestion}" in str(error.value)
 
 
+def test_too_many_arguments_by_position():
+    message = r"Pipeline\(\) takes layers by position, got 3 arguments. Give the others by name: loss, optimizer, sch"
+    with pytest.raises(TypeError, match=message):
+        jpipe.Pipeline([], jnp.mean, optax.sgd(0.1))
+
+
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [

@@ -11,6 +11,7 @@ from jpipe._util.foreign import shown
 
 T = TypeVar("T", bound=Callable)
 
+_IN_ORDER = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 _SCHEDULE = "schedule=jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)"
 
 ARGUMENTS = {
@@ -167,8 +168,18 @@ def _with_suggestions(function: T, name: str) -> T:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function
     known = [parameter for parameter in parameters if parameter != "self"]
+    kinds = [parameter.kind for parameter in parameters.values()]
+    in_order = [p for p, kind in zip(parameters, kinds) if kind in _IN_ORDER]
+    takes_any = inspect.Parameter.VAR_POSITIONAL in kinds
 
-    def refuse(arguments: Mapping[str, Any]) -> None:
+    def refuse(args: tuple, arguments: Mapping[str, Any]) -> None:
+        if len(args) > len(in_order) and not takes_any:
+            first = [p for p in in_order if p != "self"]
+            others = ", ".join(p for p in known if p not in first)
+            raise TypeError(
+                f"{name}() takes {', '.join(first) or 'nothing'} by position, got "
+                f"{len(args) - len(in_order) + len(first)} arguments. Give the others by name: {others or 'none'}."
+            ) from None
         for word in arguments:
             if word not in known:
                 hint = did_you_mean(word, known, _present(ARGUMENTS, known))
@@ -180,7 +191,7 @@ def _with_suggestions(function: T, name: str) -> T:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            refuse(kwargs)
+            refuse(args, kwargs)
             raise
 
     # Doctest skips a function whose globals are those of another module.

@@ -352,7 +352,11 @@ def write(
     for name, group in files.items():
         with replaced(path.with_name(name)) as unfinished:
             # An array in another order would be written as it lies in memory: as wrong numbers.
-            save({n: np.asarray(tensors[n], order="C") for n in group}, unfinished, metadata=metadata)
+            arrays = {n: np.asarray(tensors[n], order="C") for n in group}
+            try:
+                save(arrays, unfinished, metadata=metadata)
+            except _safetensors().SafetensorError as error:  # it is no `OSError`
+                raise OSError(f"cannot write `{path}`: {error}") from error
     index = path.with_name(f"{path.name}.index.json")
     if len(groups) == 1:
         index.unlink(missing_ok=True)

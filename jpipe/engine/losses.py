@@ -124,7 +124,11 @@ def loss_gradients(device: TrainingDevice, lane: LaneScalars, read: TickArrays) 
     divisors: list[Any] = [device.spec.schedule.num_microbatches]
     if device.minibatch_weights is not None:
         divisors.insert(0, device.minibatch_weights[lane.minibatch])
-    gradients = [jnp.ones((), value.dtype) / divisor for value, divisor in zip(device.spec.loss.outputs, divisors)]
+    # A weight may have more bits than its sum, and a gradient has the dtype of what it is taken by.
+    gradients = [
+        (jnp.ones((), value.dtype) / divisor).astype(value.dtype)
+        for value, divisor in zip(device.spec.loss.outputs, divisors)
+    ]
     scale = device.loss_scale(read)
     if scale is None:
         return gradients

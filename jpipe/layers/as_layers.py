@@ -36,7 +36,7 @@ def as_layers(layers: Sequence) -> list[Layer]:
       ValueError: if `layers` is no sequence, a layer has none of the forms, or the names of skip
         connections do not pair up.
     """
-    if callable(layers) or not hasattr(layers, "__len__"):
+    if callable(layers) or not hasattr(layers, "__len__") or isinstance(layers, Mapping | str | set):
         raise ValueError(
             f"`layers` must be a sequence of layers, got {_whole_model(layers)}: a pipeline cuts a "
             f"model between layers. {_advice(layers)}"

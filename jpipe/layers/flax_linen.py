@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax.core import meta
 from flax.core.spmd import from_sharding_rules
+from flax.errors import ModifyScopeVariableError
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import PartitionSpec
 
@@ -34,7 +35,14 @@ def from_linen(layer: Linen, index: int) -> Layer:
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
         rngs = _streams(layer, jax.random.key(0))
         variables = {"params": parameters, **state}
-        return call_with(functools.partial(module.apply, variables), args, rngs=rngs, **layer.evaluate)
+        try:
+            return call_with(functools.partial(module.apply, variables), args, rngs=rngs, **layer.evaluate)
+        except ModifyScopeVariableError as error:
+            raise ValueError(
+                f"it writes to its state in evaluation, where state does not move: {error} Let it write only if "
+                "`self.is_mutable_collection(...)` of the collection, or give its call an argument that says so: "
+                '`jpipe.Linen(module, train={"train": True}, evaluate={"train": False})`.'
+            ) from error
 
     unbound = Layer(name, None, {}, train, evaluate, call=functools.partial(module.__call__, **layer.train))
     return dataclasses.replace(unbound, bind=lambda args: _bind(layer, unbound, args, index))

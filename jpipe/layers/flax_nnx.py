@@ -216,8 +216,13 @@ class _Variables:
         self.graph, self._whole = parts
         self.leaves, self._tree = jax.tree.flatten(self._whole)
         variables = [(tuple(path), v) for path, v in nnx.to_flat_state(self._whole)]
-        if len(variables) != len(self.leaves):
-            raise ValueError(f"layer {index} ({name}): every variable must hold one array.")
+        for path, v in variables:
+            held = jax.tree.leaves(v)
+            if len(held) != 1:
+                raise ValueError(
+                    f"layer {index} ({name}): every variable must hold one array, and {'.'.join(map(str, path))!r} "
+                    f"holds {len(held)}. Give each array a variable of its own, such as in an `nnx.Dict` or `nnx.List`."
+                )
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
         self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, self.leaves)}

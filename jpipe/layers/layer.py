@@ -67,6 +67,17 @@ class InitApply:
         self.init, self.apply, self.name = init, apply, name
 
 
+def _keywords(wrapper: str, **given: Any) -> list[dict[str, Any]]:
+    """Keyword arguments of calls, which a user gives as dicts, or None for none."""
+    for name, keywords in given.items():
+        if not (keywords is None or (isinstance(keywords, Mapping) and all(isinstance(key, str) for key in keywords))):
+            raise ValueError(
+                f"`{name}` of `jpipe.{wrapper}` must be a dict of keyword arguments of the module's call, such as "
+                f'`{{"deterministic": True}}`, or None, got {shown(keywords)}.'
+            )
+    return [dict(keywords or {}) for keywords in given.values()]
+
+
 @suggests
 class Linen:
     """A Flax Linen module as a layer, with further arguments of its call.
@@ -103,7 +114,7 @@ class Linen:
                 f"`jpipe.Linen` takes a Flax Linen module, got {type(module).__name__}. NNX modules need no wrapper."
             )
         self.module = module
-        self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
+        self.train, self.evaluate = _keywords("Linen", train=train, evaluate=evaluate)
         self.rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
 
 
@@ -141,7 +152,7 @@ class NNX:
                 "are given as `jpipe.Linen`."
             )
         self.layer = layer
-        self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
+        self.train, self.evaluate = _keywords("NNX", train=train, evaluate=evaluate)
 
 
 @dataclasses.dataclass(frozen=True)

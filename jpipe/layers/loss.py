@@ -366,7 +366,13 @@ def _check_result(loss: Loss, result: LossValue) -> None:
             f"of two scalars, got {_described(shapes)}. Take the mean of the losses of the rows. For a loss that "
             "returns `(scalar, aux)`, set `has_aux=True`."
         )
-    if not is_inexact(jnp.asarray(total) if not hasattr(total, "dtype") else total):
+    for number in (total, weight):
+        if number is not None and jnp.iscomplexobj(number):
+            raise ValueError(
+                f"`loss` must return a real number, got dtype {number.dtype}: complex numbers have no order, so "
+                "none is the smallest loss. Take its `jnp.abs(...)`, or `jnp.real(...)` of what it is computed from."
+            )
+    if not is_inexact(total):
         raise ValueError(
             f"`loss` must return a floating-point number, got dtype {total.dtype}, which has no gradient. Convert what "
             "the loss is computed from to float32."

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import check_processes
@@ -25,6 +26,13 @@ from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import Stages
 
 # -- Arguments of `Pipeline`
+
+
+def check_truth(argument: str, value: Any) -> bool:
+    """An argument that is a truth: a text such as "no" would count as True."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{argument}` must be True or False, got {shown(value)}.")
+    return bool(value)
 
 
 def check_schedule(schedule: Any) -> Schedule:
@@ -72,8 +80,16 @@ def check_loss(loss: Any, schedule: Schedule) -> Callable:
 def check_optimizer(optimizer: Any) -> Any:
     """The optimizer, if it is an Optax transformation."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        hint = ""
+        if callable(optimizer):
+            hint = " If it makes one, as `optax.sgd` does, call it with its learning rate."
+        elif isinstance(optimizer, nnx.Optimizer):
+            hint = " Give the transformation that it holds, `optimizer.tx`."
+        elif isinstance(optimizer, tuple | list):
+            hint = " Make one of several by `optax.chain(...)`."
         raise ValueError(
             f"`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got {type(optimizer).__name__}."
+            f"{hint}"
         )
     return optimizer
 
@@ -159,6 +175,7 @@ def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:
 
 def batch_size(batch: Any) -> int:
     """The number of rows of a minibatch, if it is a dict of arrays with one leading axis."""
+    _check_names(batch)
     if not isinstance(batch, Mapping) or "inputs" not in batch:
         got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.')
@@ -169,8 +186,8 @@ def batch_size(batch: Any) -> int:
         name = f"batch{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "dtype") or len(getattr(leaf, "shape", ())) == 0:
             is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)
-            remedy = " Convert lists with `np.asarray`." if is_in_list else ""
-            raise ValueError(f"`{name}` must be an array with a leading minibatch axis, got {shown(leaf)}.{remedy}")
+            remedy = "Convert lists with `np.asarray`." if is_in_list else "Repeat what is the same for all rows."
+            raise ValueError(f"`{name}` must be an array with a leading minibatch axis, got {shown(leaf)}. {remedy}")
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
                 f"`{name}` must hold numbers or truths, got dtype {leaf.dtype}. Leave out "
@@ -182,8 +199,16 @@ def batch_size(batch: Any) -> int:
     return next(iter(sizes.values()))
 
 
+def _check_names(batch: Any) -> None:
+    """Refuses names of entries that JAX cannot sort."""
+    if isinstance(batch, Mapping) and not all(isinstance(name, str) for name in batch):
+        raise ValueError(f"the entries of `batch` must have texts as names, got {shown(list(batch))}.")
+
+
 def check_not_traced(method: str, *trees: Any) -> None:
-    """Refuses arrays of `jax.jit`, `jax.grad` and other transformations."""
+    """Refuses arrays of `jax.jit`, `jax.grad` and other transformations, and dicts of names that JAX cannot sort."""
+    for tree in trees:
+        _check_names(tree)
     if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(trees)):
         raise ValueError(
             f"`Pipeline.{method}` is called inside a transformation such as `jax.jit` or "

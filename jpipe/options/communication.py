@@ -10,6 +10,7 @@ from jpipe._util.foreign import shown
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.mesh import DATA
 from jpipe.options import exclusions
+from jpipe.options.checks import check_truth
 from jpipe.options.local_steps import LocalSteps
 from jpipe.options.record import Options
 from jpipe.schedule import Schedule
@@ -147,11 +148,10 @@ def _check_overlap(overlap: Any, mesh: Mesh) -> bool:
 
 def _check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
     """`shard_optimizer`; there must be replicas that can share an update."""
-    if shard not in (True, False):
-        raise ValueError(f"`shard_optimizer` must be True or False, got {shown(shard)}.")
-    if shard:
+    is_shared = check_truth("shard_optimizer", shard)
+    if is_shared:
         _check_replicas("shard_optimizer", mesh, schedule)
-    return bool(shard)
+    return is_shared
 
 
 def _check_compress_messages(compress: Any, mesh: Mesh, schedule: Schedule) -> MessageCompression:

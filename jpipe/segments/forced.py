@@ -38,7 +38,7 @@ class ForcedPlaces:
 
     Args:
       modules: paths of modules, such as "blocks.4": there is a place before the first equation that reads their
-        weights.
+        weights or state, where the least crosses since the step before.
     """
 
     def __init__(self, modules: Sequence[str]):
@@ -52,12 +52,12 @@ class ForcedPlaces:
         """Whether the model is cut at these places alone: with so many marks the user says where stages may end."""
         return sum(place.mark[0] == "stage_end" for place in places) >= num_stages
 
-    def places(self, flow: DataFlow, paths: Sequence[str]) -> list[CutPlace]:
+    def places(self, flow: DataFlow, paths: Sequence[str], state_paths: Sequence[str] = ()) -> list[CutPlace]:
         """The places in a traced model, in order.
 
         Args:
           flow: of the traced model.
-          paths: dotted path of each parameter.
+          paths, state_paths: dotted path of each parameter, and of each leaf of the state.
 
         Raises:
           ValueError: if no weights of a module are read.
@@ -79,7 +79,11 @@ class ForcedPlaces:
                     f"`boundaries` names {shown(module)}, and the model reads no weights of such a module."
                     f"{did_you_mean(module, known)} It has {', '.join(dict.fromkeys(p[0] for p in parts if p))}."
                 )
-            positions["module", module] = first = min(flow.first_reads[v] for v in inside)
+            first = min(flow.first_reads[v] for v in inside)
+            read = [n for n, path in enumerate(state_paths) if f"{path}.".startswith(f"{module}.")]
+            begin = min([first, *(i for n in read for i in flow.reads_for_results.get(n, ()))])
+            # A norm has read its inputs before its weights.
+            positions["module", module] = flow.narrowest_before(begin)
             if first == min(flow.first_reads.values()):
                 raise CutError(
                     f"`boundaries` names {shown(module)}, with which the model begins. Name the modules with which the "

@@ -53,7 +53,7 @@ def layers_of_model(
     paths = [path_text(path) for path in leaves.paths[0]]
     trained, evaluated = forced.arranged(trained, evaluated)
     named = _named_places(forced, leaves, trained, evaluated)
-    matched = _matched(trained.flow.places, evaluated.flow.places)
+    matched = _matched(*(trace.flow.places(trained.flow.read_and_written) for trace in (trained, evaluated)))
     there = {here.mark: place for pairs in (*matched, named) for here, place in pairs}
     here = [tuple(place for place, _ in pairs) for pairs in matched]
     fixed = [place for place, _ in named]
@@ -119,7 +119,7 @@ def _too_few(
         inside = f" ({', '.join(dict.fromkeys(read[i]))})" if i in read else ""
         steps.append(flow.program.equations[i].primitive.name + inside)
     shown = ", ".join([*steps[:6], "..."] if len(steps) > 6 else steps)
-    message += f"Places are between products, and the model has {len(steps)}: {shown}. "
+    message += f"Places are between products, and the model has {f'{len(steps)}: {shown}' if steps else 'none'}. "
     if of_one_state:
         crossing = shapes_text([v.aval for v in of_one_state[0].crossing])
         before = max((i for i in read if i < of_one_state[0].position), default=None)
@@ -181,8 +181,8 @@ def _named_places(
     forced: ForcedPlaces | Placement, leaves: "ModelLeaves", trained: Trace, evaluated: Trace
 ) -> list[tuple[CutPlace, CutPlace]]:
     """The places that the user or a placement names, in training and in evaluation."""
-    paths = [path_text(path) for path in leaves.paths[0]]
-    here, there = (forced.places(trace.flow, paths) for trace in (trained, evaluated))
+    paths, state_paths = ([path_text(path) for path in paths] for paths in leaves.paths)
+    here, there = (forced.places(trace.flow, paths, state_paths) for trace in (trained, evaluated))
     pairs = [pair for pairs in _matched([(place,) for place in here], [(place,) for place in there]) for pair in pairs]
     if len(pairs) < len(here):
         raise CutError(

@@ -73,7 +73,7 @@ class Placement(NamedTuple):
         )
         return first, second
 
-    def places(self, flow: DataFlow, paths: Sequence[str]) -> list[CutPlace]:
+    def places(self, flow: DataFlow, paths: Sequence[str], state_paths: Sequence[str] = ()) -> list[CutPlace]:
         """The ends of the groups in a trace of `arranged`."""
         return [flow.place_at(position, (_NAME, k)) for k, position in enumerate(flow.ends)]
 
@@ -105,7 +105,7 @@ class StepGraph:
 
     Attributes:
       items: the positions of these equations, in order. The equations between two that touch one leaf of the state that
-        is written are one item, as one segment must have them.
+        data moves are one item, as one segment must have them.
       before: for each item those that it reads, or whose side effects come before its own.
     """
 
@@ -131,9 +131,10 @@ class StepGraph:
 
     @functools.cached_property
     def _state_positions(self) -> dict[int, list[int]]:
-        """Number of a leaf of the state that is written -> the equations on data that read or compute it."""
+        """Number of a leaf of the state that data moves -> the equations on data that read or compute it."""
         roles, equations = self.flow.roles, self.flow.program.equations
-        written = {i: new for i, (old, new) in enumerate(zip(roles.state, roles.new_state)) if new is not old}
+        moved = {i: {*variables([new])} & self.flow.varying for i, new in enumerate(roles.new_state)}
+        written = {i: roles.new_state[i] for i, by_data in moved.items() if by_data}
         computed_at = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars if v in self.flow.passed}
         positions = {}
         for i, new in written.items():

@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
 from jpipe.layers.avals import is_key, num_bytes
 from jpipe.layers.equations import variables
 from jpipe.segments.program import ModelProgram, has_product, is_loop
@@ -63,9 +65,9 @@ class CutPlace:
       position: the number of equations before it.
       values: variables that cross, computed before it.
       inputs: inputs of the model that cross.
-      mark: the number of the step before it, of the equal place after this step, and of parameters that are read
-        before it; or the name of a forced place. Traces of one model in training and in evaluation have equal marks
-        at equal places.
+      mark: the number of the step before it, of the equal place after this step, of parameters that are read before
+        it, and, if there are any, of leaves of the state in `DataFlow.read_and_written` that are read before it; or the
+        name of a forced place. Traces of one model in training and in evaluation have equal marks at equal places.
     """
 
     position: int
@@ -134,29 +136,84 @@ class DataFlow:
 
     # -- Places
 
-    @functools.cached_property
-    def places(self) -> list[tuple[CutPlace, ...]]:
+    def places(self, moving: frozenset[int] = frozenset()) -> list[tuple[CutPlace, ...]]:
         """After each step but the last the narrowest place, in order; where several are equal, the last and the first.
 
         What follows a product element by element is computed beside it at the last, and beside the next product at the
-        first.
+        first. Between two reads of state that moves, each stretch has its own last and first, and no place is inside of
+        a write if another is as narrow.
+
+        Args:
+          moving: `read_and_written` of the trace in training.
         """
         crossing = self._crossing
+        reads_of_state = sorted(self.reads_for_results[i][0] for i in moving if i in self.reads_for_results)
+        inside = self._inside_of_writes
         places = []
         for number, (first, stop) in enumerate(itertools.pairwise(self.steps)):
             candidates = range(first + 1, stop + 1)
             width = min(_width(crossing[i]) for i in candidates)
             narrowest = [i for i in candidates if _width(crossing[i]) == width]
-            ends = dict.fromkeys((narrowest[-1], narrowest[0]))
-            places.append(tuple(self._place(i, (number, n)) for n, i in enumerate(ends)))
+            narrowest = [i for i in narrowest if i not in inside] or narrowest
+            stretches: dict[int, list[int]] = {}
+            for i in narrowest:
+                stretches.setdefault(bisect.bisect_left(reads_of_state, i), []).append(i)
+            equal = []
+            for num_read, stretch in stretches.items():
+                of_state = (num_read,) if moving else ()
+                ends = dict.fromkeys((stretch[-1], stretch[0]))
+                equal += [self._place(i, (number, n), of_state) for n, i in enumerate(ends)]
+            places.append(tuple(equal))
         return places
+
+    def narrowest_before(self, position: int) -> int:
+        """The last of the positions between a step and a position after it at which the least crosses."""
+        number = bisect.bisect_left(self.steps, position)
+        if number == 0:
+            return position
+        return min(reversed(range(self.steps[number - 1] + 1, position + 1)), key=lambda i: _width(self._crossing[i]))
 
     def place_at(self, position: int, mark: tuple) -> CutPlace:
         """The place after some equations."""
         return CutPlace(position, *self._crossing[position], mark)
 
-    def _place(self, position: int, number: tuple) -> CutPlace:
-        return self.place_at(position, (*number, bisect.bisect_left(self._sorted_reads, position)))
+    def _place(self, position: int, number: tuple, of_state: tuple) -> CutPlace:
+        return self.place_at(position, (*number, bisect.bisect_left(self._sorted_reads, position), *of_state))
+
+    @property
+    def read_and_written(self) -> frozenset[int]:
+        """The numbers of the leaves of the state that a call writes, and that what it returns follows from."""
+        return frozenset(self.reads_for_results.keys() & self._writes.keys())
+
+    @functools.cached_property
+    def _writes(self) -> dict[int, int]:
+        """Number of a leaf of the state that data moves -> the equation that computes its new value."""
+        computed_at = {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars if v in self.varying}
+        new_values = ((n, v) for n, v in enumerate(self.roles.new_state) if not isinstance(v, jex.Literal))
+        return {n: computed_at[v] for n, v in new_values if v in computed_at}
+
+    @functools.cached_property
+    def reads_for_results(self) -> dict[int, list[int]]:
+        """Number of a leaf of the state -> the equations that read it, of those that the results follow from."""
+        if not self.roles.state:
+            return {}
+        effects = [eqn for eqn in self.program.equations if eqn.effects]
+        needed = self.program.part(self.program.inputs, self.roles.results, effects).equations
+        ids = set(map(id, needed))
+        reads: dict[int, list[int]] = {}
+        for n, v in enumerate(self.roles.state):
+            equations = [i for i in self.reads.get(v, ()) if id(self.program.equations[i]) in ids]
+            reads |= {n: equations} if equations else {}
+        return reads
+
+    @functools.cached_property
+    def _inside_of_writes(self) -> set[int]:
+        """Positions between what reads a leaf of the state for the results and what writes it."""
+        inside: set[int] = set()
+        for n in self.read_and_written:
+            touching = [*self.reads_for_results[n], self._writes[n]]
+            inside.update(range(min(touching) + 1, max(touching) + 1))
+        return inside
 
     @functools.cached_property
     def _sorted_reads(self) -> list[int]:

@@ -94,7 +94,7 @@ class SegmentProgram:
         trace: Trace,
         places: Sequence[CutPlace],
         k: int,
-        owners: Sequence[int],
+        owners: Sequence[frozenset[int]],
         ports: Ports | None = None,
     ):
         roles, equations = trace.flow.roles, trace.flow.program.equations
@@ -102,7 +102,7 @@ class SegmentProgram:
         self.ports = ports or Ports.between(roles, places, k)
         positions = [0, *(place.position for place in places), len(equations)]
         effects = [eqn for eqn in equations[positions[k] : positions[k + 1]] if eqn.effects]
-        self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if owner == k}
+        self.written = {i: new for i, (new, owner) in enumerate(zip(roles.new_state, owners)) if k in owner}
         given = (*roles.held, *self.ports.data, *self.ports.pop.values())
         outputs = [*self.ports.passed_on, *self.ports.stash.values(), *self.written.values()]
         self.program = trace.flow.program.part(given, outputs, effects)
@@ -158,32 +158,52 @@ class SegmentProgram:
         return (outputs, *stashed) if stashed else outputs, reported, written
 
 
-def owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[int]:
-    """The segment that has each leaf of the state: that which computes its new value, or the first that reads it."""
-    if not flow.roles.state:
+def owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[frozenset[int]]:
+    """The segments that write each leaf of the state.
+
+    One segment has a leaf that data moves: that which computes its new value. A count, or what else no data enters, is
+    written by each segment that reads it, for what it passes on or for what it writes: all of them have equal copies. A
+    leaf that no call writes, or nothing reads, is left to the first.
+    """
+    roles = flow.roles
+    if not roles.state:
         return []
     stops = [place.position for place in places]
     computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    reading = []
-    for k in range(len(places) + 1):
-        ports = Ports.between(flow.roles, places, k)
-        reading.append(flow.program.part((*flow.roles.held, *ports.data), ports.passed_on).read())
-    owners = []
-    for old, new in zip(flow.roles.state, flow.roles.new_state):
-        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at:
-            owners.append(bisect.bisect_right(stops, computed_at[new]))
-        else:
-            owners.append(next((k for k, read in enumerate(reading) if old in read), 0))
-    return owners
+    moved = {
+        n: frozenset([bisect.bisect_right(stops, computed_at[new])])
+        for n, new in enumerate(roles.new_state)
+        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at
+    }
+    ports = [Ports.between(roles, places, k) for k in range(len(places) + 1)]
+    others = {n: old for n, old in enumerate(roles.state) if n not in moved}
+    readers: dict[int, frozenset[int]] = dict.fromkeys(others, frozenset())
+    # A leaf may be read for the new value of a leaf that is read itself, such as a count for a rate.
+    while True:
+        written = [[roles.new_state[n] for n, ks in (moved | readers).items() if k in ks] for k in range(len(ports))]
+        read = [
+            flow.program.part((*roles.held, *port.data), [*port.passed_on, *values]).read()
+            for port, values in zip(ports, written)
+        ]
+        before, readers = readers, {n: frozenset(k for k, r in enumerate(read) if v in r) for n, v in others.items()}
+        if readers == before:
+            break
+    owners = moved | {n: ks or frozenset([0]) for n, ks in readers.items()}
+    return [
+        owners[n] if new is not old else frozenset([min(owners[n])])
+        for n, (old, new) in enumerate(zip(roles.state, roles.new_state))
+    ]
 
 
 def inside_of_writes(
-    roles: Roles, parts: Sequence[tuple["SegmentProgram", "SegmentProgram"]], owners: Sequence[int]
+    roles: Roles,
+    parts: Sequence[tuple["SegmentProgram", "SegmentProgram"]],
+    owners: Sequence[frozenset[int]],
 ) -> set[int]:
-    """The numbers of places that separate the segment that writes a leaf of the state from one that reads it."""
+    """The numbers of places that separate a segment that writes a leaf of the state from one that only reads it."""
     inside: set[int] = set()
     for i, (old, new) in enumerate(zip(roles.state, roles.new_state)):
-        if new is not old:
-            touching = [k for k, segment in enumerate(parts) if any(i in part.state for part in segment)]
-            inside.update(range(min(touching + [owners[i]]), max(touching + [owners[i]])))
+        touching = {k for k, segment in enumerate(parts) if any(i in part.state for part in segment)}
+        if new is not old and not touching <= owners[i]:
+            inside.update(range(min(touching | owners[i]), max(touching | owners[i])))
     return inside

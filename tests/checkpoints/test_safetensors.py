@@ -216,6 +216,8 @@ def test_damaged_files_are_refused(tmp_path):
             jpipe.load_params(index)
     with pytest.raises(FileNotFoundError):
         jpipe.load_params(tmp_path / "other.safetensors")
+    with pytest.raises(OSError, match="cannot write .*folder/a.safetensors.*No such file"):
+        jpipe.save_params(tmp_path / "folder/a.safetensors", [{"kernel": np.ones(2)}])
 
 
 def test_wrong_arguments_are_refused_before_a_file_is_written(tmp_path):

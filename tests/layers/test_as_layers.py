@@ -288,11 +288,27 @@ def test_wrong_layers(name):
         pipeline(1, 2, layers, **options).init(KEY, batch)
 
 
+def test_a_variable_of_two_arrays():
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.pair = nnx.Param({"a": jnp.ones(2), "b": jnp.ones(2)})
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ValueError, match=r"one array, and 'pair' holds 2\. Give each array a variable of its own"):
+        as_layers([Pair()])
+
+
 def test_wrong_adapters():
     with pytest.raises(ValueError, match="`apply` of `jpipe.InitApply` must be a function"):
         jpipe.InitApply(init, 3)
     with pytest.raises(ValueError, match="`jpipe.Linen` takes a Flax Linen module, got"):
         jpipe.Linen(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="`train` of `jpipe.NNX` must be a dict of keyword .*got True"):
+        jpipe.NNX(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), train=True)
+    with pytest.raises(ValueError, match=r"`evaluate` of `jpipe.Linen` must be a dict of keyword .*got \['train'\]"):
+        jpipe.Linen(Norm(5), evaluate=["train"])
 
 
 def test_layers_that_differ_in_momentum_are_two_kinds():

@@ -342,6 +342,20 @@ def test_what_cannot_be_trained_is_refused(loss, words):
         pipeline(loss).init(KEY, numbers())
 
 
+def test_a_weight_of_more_bits_than_its_sum():
+    def loss(outputs, batch):
+        return square(outputs, batch).sum(), batch["mask"].sum(dtype="float64")
+
+    with jax.enable_x64(True):
+        batch = numbers()
+        pipe = pipeline(loss)
+        state = pipe.init(KEY, batch)
+        want = pipe.plain_loss(state)(pipe.get_params(state), batch)
+        state, metrics = pipe.step(state, batch)
+        assert np.isfinite(metrics["gradient_norm"])
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
 def test_a_minibatch_without_weight_changes_nothing():
     pipe = pipeline(lambda y, b: ((square(y, b) * b["mask"]).sum(), b["mask"].sum()))
     state = pipe.init(KEY, numbers())

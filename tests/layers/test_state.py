@@ -12,6 +12,7 @@ from flax import nnx
 from helpers import assert_close
 
 import jpipe
+from jpipe.layers.as_layers import as_layers
 
 DIM, ROWS, N = 4, 16, 4
 KEY = jax.random.key(3)
@@ -439,6 +440,22 @@ class Sown(nn.Module):
     def __call__(self, inputs):
         self.sow("penalties", "size", jnp.mean(inputs[0] ** 2))
         return inputs[0]
+
+
+class WrittenAlways(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mean = self.variable("means", "mean", jnp.zeros, (1, 4))
+        mean.value = 0.5 * mean.value + 0.5 * x.mean(0, keepdims=True)
+        return nn.Dense(4)(x)
+
+
+def test_a_linen_layer_that_writes_in_evaluation_is_told_how_not_to():
+    (layer,) = as_layers([WrittenAlways()])
+    args = (jax.ShapeDtypeStruct((2, 4), np.float32),)
+    layer = layer.bound(args)
+    with pytest.raises(ValueError, match="writes to its state in evaluation.*mean.*is_mutable_collection"):
+        jax.eval_shape(layer.evaluate, layer.parameters, layer.state, args)
 
 
 class InABranch(Views):

@@ -168,6 +168,30 @@ def rarely(*case):
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
+class Annealed(nnx.Module):
+    """Each block reads a count of the calls, which no data enters."""
+
+    def __init__(self, *, rngs):
+        self.calls = nnx.Variable(jnp.zeros(()))
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        for layer in self.layers:
+            x = x + jnp.tanh(layer(x)) / self.calls[...]
+        return x
+
+
+def test_blocks_that_read_a_count_may_be_on_any_stages():
+    model, batch = Annealed(rngs=nnx.Rngs(0)), {"inputs": numbers(ROWS, 6)}
+    pipe = pipeline(model, 2)
+    state = pipe.init(KEY, batch)
+    want = np.mean([loss(model(rows), None) for rows in batch["inputs"].reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    assert pipe.get_mutable_state(state)["calls"] == N
+
+
 @pytest.mark.first_case
 @pytest.mark.parametrize(
     ("name", "num_stages"),

@@ -156,7 +156,7 @@ class SharedState(nnx.Module):
         (While, r"at no place.*has 1: while \(a, b\)\. Use fewer"),
         (
             SharedState,
-            r"has 3: dot_general \(dense\.0\), .*first after dense\.0, where .*\[2, 8\] crosses.*same mutable",
+            r"into 2 segments: dense\.0 \| .*has 3: .*first after dense\.1, where .*\[2, 8\] crosses.*same mutable",
         ),
         (lambda: nnx.Linear(D, D, rngs=nnx.Rngs(0)), r"at no place.*has 1: dot_general"),
     ],

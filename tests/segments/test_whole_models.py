@@ -206,18 +206,14 @@ class Counted(nnx.Module):
         return self.layers[3](x * self.scale[...])[:, :5]
 
 
-def test_what_reads_state_stays_beside_what_writes_it():
+def test_state_that_no_data_enters_is_in_each_segment_that_reads_it():
     batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
     optimizer = optax.sgd(0.1)
     optimizer = optax.chain(optax.add_decayed_weights(0.5), optimizer)
     pipe = jpipe.Pipeline(Counted, loss=loss, optimizer=optimizer, schedule=schedule_named("one_f_one_b", 2, N))
     state = pipe.init(KEY, batch)
     names = [name for record in pipe.partition(batch) for name in record.names]
-    assert names == [
-        "layers.0, unread",
-        "layers.1, layers.2",
-        "layers.3",
-    ]  # both products with the scale are in the second
+    assert names == ["layers.0, unread", "layers.1", "layers.2", "layers.3"]
     params, model = pipe.get_params(state), Counted(rngs=nnx.Rngs(0))
     nnx.update(model, params)
     want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
@@ -225,6 +221,124 @@ def test_what_reads_state_stays_beside_what_writes_it():
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     assert pipe.get_mutable_state(state)["scale"] == 0.5**N
     np.testing.assert_allclose(pipe.get_params(state)["unread"], 0.95)
+
+
+class Centred(nnx.Module):
+    """Each product reads a running mean of what it gets, beside the place after the product before it."""
+
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Linear(6, 6, rngs=rngs) for _ in range(4)])
+        self.means = nnx.List([nnx.BatchStat(jnp.zeros(6)) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer, mean in zip(self.layers, self.means):
+            centred = x - mean[...][None]
+            x = layer(centred)
+            mean[...] = 0.5 * mean[...] + 0.5 * jax.lax.stop_gradient(x).mean(0)
+        return x[:, :5]
+
+
+class CentredLinear(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear, self.mean = nnx.Linear(6, 6, rngs=rngs), nnx.BatchStat(jnp.zeros((1, 6)))
+
+    def __call__(self, x):
+        centred = x - self.mean[...]
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * jax.lax.stop_gradient(x).mean(0, keepdims=True)
+        return jnp.tanh(self.linear(centred))
+
+
+class MeanOfAll(nnx.Module):
+    """The mean of all rows so far: its count is read for another write alone, and by no data."""
+
+    def __init__(self, *, rngs):
+        self.linear, self.mean = nnx.Linear(6, 6, rngs=rngs), nnx.BatchStat(jnp.zeros((1, 6)))
+        self.count, self.calls = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.count[...] += jnp.where(self.calls[...] > 0, 1.0, 0.0)
+        centred, change = x - self.mean[...], jax.lax.stop_gradient(x).mean(0, keepdims=True) - self.mean[...]
+        self.mean[...] += change / self.count[...]
+        return jnp.tanh(self.linear(centred))
+
+
+class Modules(nnx.Module):
+    def __init__(self, kind=CentredLinear, *, rngs):
+        self.blocks = nnx.List([kind(rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[:, :5]
+
+
+def test_a_module_that_begins_with_a_read_of_its_state():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Modules(rngs=nnx.Rngs(0))
+    options = {"optimizer": optax.sgd(0.1), "schedule": schedule_named("one_f_one_b", 2, N), "boundaries": ["blocks.1"]}
+    pipe = jpipe.Pipeline(model, loss=loss, **options)
+    state = pipe.init(KEY, batch)
+    first, _ = pipe.partition(batch)
+    assert first.names == ("blocks.0.linear",)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+class PreActivation(nnx.Module):
+    """Blocks that begin with a norm, which reads its inputs before its weights."""
+
+    def __init__(self, kind, *, rngs):
+        self.blocks = nnx.List([nnx.List([kind(6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)]) for _ in range(4)])
+
+    def __call__(self, x):
+        for norm, linear in self.blocks:
+            x = x + linear(nnx.relu(norm(x)))
+        return x[:, :5]
+
+
+@pytest.mark.parametrize("kind", [nnx.LayerNorm, nnx.BatchNorm])
+def test_a_stage_that_begins_with_a_norm_gets_its_inputs_alone(kind):
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = PreActivation(kind, rngs=nnx.Rngs(0))
+    options = {"optimizer": optax.sgd(0.1), "schedule": schedule_named("one_f_one_b", 2, N), "boundaries": ["blocks.2"]}
+    pipe = jpipe.Pipeline(model, loss=loss, **options)
+    state = pipe.init(KEY, batch)
+    assert {record.num_bytes for record in pipe.messages(batch)} == {ROWS // N * 6 * 4}
+    want = np.mean([loss(nnx.clone(model)(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+
+
+def test_a_count_is_beside_the_write_that_reads_it():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Modules(MeanOfAll, rngs=nnx.Rngs(0))
+    pipe = jpipe.Pipeline(model, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule_named("one_f_one_b", 4, N))
+    state = pipe.init(KEY, batch)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    blocks = pipe.get_mutable_state(state)["blocks"]
+    for i, block in enumerate(model.blocks):
+        assert blocks[i]["count"] == blocks[i]["calls"] == N
+        np.testing.assert_allclose(blocks[i]["mean"], block.mean[...], rtol=1e-5, atol=1e-6)
+
+
+def test_a_place_between_a_write_and_the_next_read():
+    batch = {"inputs": VECTORS, "targets": np.ones((ROWS, 5), np.float32)}
+    model = Centred(rngs=nnx.Rngs(0))
+    pipe = jpipe.Pipeline(model, loss=loss, optimizer=optax.sgd(0.1), schedule=schedule_named("one_f_one_b", 4, N))
+    state = pipe.init(KEY, batch)
+    assert [record.names for record in pipe.partition(batch)] == [(f"layers.{i}",) for i in range(4)]
+    predicted = pipe.predict(state, batch)
+    np.testing.assert_allclose(predicted, nnx.clone(model)(VECTORS), rtol=1e-5, atol=1e-6)
+    want = np.mean([loss(model(rows), {"targets": 1.0}) for rows in VECTORS.reshape(N, -1, 6)])
+    state, metrics = pipe.step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    means = pipe.get_mutable_state(state)["means"]
+    for i, mean in enumerate(model.means):
+        np.testing.assert_allclose(means[i], mean[...], rtol=1e-5, atol=1e-6)
 
 
 # -- Places
