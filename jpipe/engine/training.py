@@ -139,11 +139,7 @@ class TrainingPass(PassSpec):
 
     @property
     def updates_in_every_tick(self) -> bool:
-        """True if every tick runs `jpipe.engine.updates.update`, with or without a column to update.
-
-        All updates exchange a few numbers. To exchange them in every tick costs less than a wait for the
-        host. Means over replicas, sums over copies and sums of tied gradients are large.
-        """
+        """True if every tick runs `jpipe.engine.updates.update`: a few norms cost less than a wait for the host."""
         return self.target.updates_in_every_tick and self._exchanges_little and not self._holds_small_sums
 
     @property
