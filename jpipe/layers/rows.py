@@ -78,22 +78,34 @@ def _analyse(
     Args:
       program: the program of the layer.
       input_dims: the row dims of its inputs.
-      reported: positions of the outputs that are numbers for the loss, which are not analysed.
+      reported: positions of the outputs that are numbers for the loss. Numbers are not analysed.
       num_rows: the number of rows of a microbatch.
     """
     whole = program.forward_equations
     outputs = whole.outputs[: len(program.outputs)]
-    analysed = [v for i, v in enumerate(outputs) if i not in reported]
-    equations = whole.slice(whole.inputs, analysed)
-    start = len(program.parameters)
-    dims_of: dict[Any, RowDims] = {v: NO_ROWS for v in equations.constants}
-    dims_of |= {v: NO_ROWS for v in equations.inputs}
-    dims_of |= dict(zip(equations.inputs[start:], input_dims))
-    operations = _follow(equations, dims_of, num_rows)
-    results = tuple(NO_ROWS if i in reported else _dims(dims_of, v) for i, v in enumerate(outputs))
-    if any(dims is not None and len(dims) > 1 for dims in results):
+
+    def followed(values: Sequence[Any]) -> tuple[list[RowDims], list[str]]:
+        """The row dims of values, and the operations before them that combine rows."""
+        equations = whole.slice(whole.inputs, values)
+        dims_of: dict[Any, RowDims] = {v: NO_ROWS for v in equations.constants}
+        dims_of |= {v: NO_ROWS for v in equations.inputs}
+        dims_of |= dict(zip(equations.inputs[len(program.parameters) :], input_dims))
+        operations = _follow(equations, dims_of, num_rows)
+        return [_dims(dims_of, v) for v in values], operations
+
+    # A number is no activation of rows. It may be a loss, whose mean over microbatches counts: the check of losses sees
+    # whether that is the loss of the minibatch.
+    is_number = [i in reported or not v.aval.shape for i, v in enumerate(outputs)]
+    analysed, operations = followed([v for v, number in zip(outputs, is_number) if not number])
+    if any(dims is not None and len(dims) > 1 for dims in analysed):
         operations.append("returns an array with a row per pair of rows")
-    return results, tuple(dict.fromkeys(operations))
+    dims_in_order, results = iter(analysed), []
+    for i, (v, number) in enumerate(zip(outputs, is_number)):
+        if not number:
+            results.append(next(dims_in_order))
+        else:
+            results.append(NO_ROWS if i in reported or not followed([v])[1] else None)
+    return tuple(results), tuple(dict.fromkeys(operations))
 
 
 def _follow(equations: Equations, dims_of: dict[Any, RowDims], num_rows: int) -> list[str]:

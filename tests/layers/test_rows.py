@@ -307,6 +307,20 @@ def test_a_reported_number_may_be_a_mean_over_rows():
     assert sentence.startswith("layer 1 ")
 
 
+def test_a_number_may_be_a_mean_over_rows_until_rows_depend_on_it():
+    """A layer hands on a number for the loss, such as that of experts, beside the rows."""
+    layers = [lambda x: (x, x.mean()), lambda pair: (2 * pair[0], pair[1] + 1)]
+    assert row_mixing(traced(layers, floats(B, D))) == []
+    # The same mean is no such number where the layer takes it from its rows.
+    layers[0] = lambda x: (x - x.mean(), x.mean())
+    (sentence,) = row_mixing(traced(layers, floats(B, D)))
+    assert sentence.startswith("layer 0 ")
+    # A number that knows nothing of rows leaves the rows of the next layer known.
+    layers = [lambda x: (x, jnp.float32(3)), lambda pair: pair[0] * pair[1] - pair[0].mean(0)]
+    (sentence,) = row_mixing(traced(layers, floats(B, D)))
+    assert sentence.startswith("layer 1 ")
+
+
 def followed(layers):
     """Whether every output of every layer has known rows, on dim 0 or on none."""
     dims = tuple(frozenset([0]) for _ in layers.inputs)

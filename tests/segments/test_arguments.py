@@ -172,7 +172,7 @@ def test_a_sum_over_the_rows_is_found_in_the_end_of_a_model():
         pipe.init(KEY, {"x": X, "targets": TARGETS})
 
 
-@pytest.mark.filterwarnings("ignore:.*sums over the batch axis")
+@pytest.mark.filterwarnings("error:.*over the batch axis")
 def test_a_loss_that_values_without_rows_enter_is_that_of_microbatches():
     batch = {"x": X, "targets": TARGETS}
     pipe, state = check(Penalised(rngs=nnx.Rngs(0)), lambda m: m(X, TARGETS), batch)
