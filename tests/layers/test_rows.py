@@ -316,7 +316,7 @@ def test_a_number_may_be_a_mean_over_rows_until_rows_depend_on_it():
     (sentence,) = row_mixing(traced(layers, floats(B, D)))
     assert sentence.startswith("layer 0 ")
     # A number that knows nothing of rows leaves the rows of the next layer known.
-    layers = [lambda x: (x, jnp.float32(3)), lambda pair: pair[0] * pair[1] - pair[0].mean(0)]
+    layers = [lambda x: (x, jnp.float32(3)), lambda pair: pair[0] * pair[1] - pair[0].mean(0, keepdims=True)]
     (sentence,) = row_mixing(traced(layers, floats(B, D)))
     assert sentence.startswith("layer 1 ")
 
