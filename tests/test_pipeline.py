@@ -344,6 +344,7 @@ def test_a_layer_that_cannot_take_its_input_is_named():
         (lambda y, b: None, "floating-point scalar.*got None"),
         (lambda y, b: jnp.mean((y - b["labels"]) ** 2), "`loss.*microbatch.*labels"),
         (lambda y: jnp.mean(y), "`loss.*positional argument"),
+        (jpipe.WholeBatchLoss, r"got the class WholeBatchLoss. Give an object of it, such as `WholeBatchLoss\(...\)`"),
     ],
     ids=[
         "a sample",
@@ -355,6 +356,7 @@ def test_a_layer_that_cannot_take_its_input_is_named():
         "nothing",
         "wrong entry",
         "one argument",
+        "class",
     ],
 )
 def test_wrong_losses(loss, message):

@@ -56,6 +56,11 @@ def check_loss(loss: Any, schedule: Schedule) -> Callable:
     """The loss, if it can be called, and the schedule has all outputs when it needs them."""
     if not callable(loss):
         raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
+    if isinstance(loss, type):
+        raise ValueError(
+            f"`loss` must be a function `(outputs, batch) -> scalar`, got the class {loss.__name__}. Give an object of it, "
+            f"such as `{loss.__name__}(...)`."
+        )
     if isinstance(loss, WholeBatchLoss):
         forwards, backwards = (
             np.flatnonzero((ticks != IDLE).any(axis=1)) for ticks in (schedule.forward, schedule.backward)
