@@ -58,8 +58,8 @@ def check_loss(loss: Any, schedule: Schedule) -> Callable:
         raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
     if isinstance(loss, type):
         raise ValueError(
-            f"`loss` must be a function `(outputs, batch) -> scalar`, got the class {loss.__name__}. Give an object of it, "
-            f"such as `{loss.__name__}(...)`."
+            f"`loss` must be a function `(outputs, batch) -> scalar`, got the class {loss.__name__}. Give an object of "
+            f"it, such as `{loss.__name__}(...)`."
         )
     if isinstance(loss, WholeBatchLoss):
         forwards, backwards = (
