@@ -95,17 +95,17 @@ def _analyse(
 
     # A number is no activation of rows. It may be a loss, whose mean over microbatches counts: the check of losses sees
     # whether that is the loss of the minibatch.
-    is_number = [i in reported or not v.aval.shape for i, v in enumerate(outputs)]
-    analysed, operations = followed([v for v, number in zip(outputs, is_number) if not number])
-    if any(dims is not None and len(dims) > 1 for dims in analysed):
+    arrays = [i for i, v in enumerate(outputs) if i not in reported and v.aval.shape]
+    dims, operations = followed([outputs[i] for i in arrays])
+    if any(d is not None and len(d) > 1 for d in dims):
         operations.append("returns an array with a row per pair of rows")
-    dims_in_order, results = iter(analysed), []
-    for i, (v, number) in enumerate(zip(outputs, is_number)):
-        if not number:
-            results.append(next(dims_in_order))
-        else:
-            results.append(NO_ROWS if i in reported or not followed([v])[1] else None)
-    return tuple(results), tuple(dict.fromkeys(operations))
+    results: dict[int, RowDims] = {i: NO_ROWS for i in reported}
+    results |= zip(arrays, dims)
+    for i in range(len(outputs)):
+        if i not in results:
+            (number_dims,), combining = followed([outputs[i]])
+            results[i] = None if combining else number_dims
+    return tuple(results[i] for i in range(len(outputs))), tuple(dict.fromkeys(operations))
 
 
 def _follow(equations: Equations, dims_of: dict[Any, RowDims], num_rows: int) -> list[str]:

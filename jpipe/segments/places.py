@@ -183,10 +183,10 @@ class DataFlow:
     @property
     def read_and_written(self) -> frozenset[int]:
         """The numbers of the leaves of the state that a call writes, and that what it returns follows from."""
-        return frozenset(self.reads_for_results.keys() & self._writes.keys())
+        return frozenset(self.reads_for_results.keys() & self.writes.keys())
 
     @functools.cached_property
-    def _writes(self) -> dict[int, int]:
+    def writes(self) -> dict[int, int]:
         """Number of a leaf of the state that data moves -> the equation that computes its new value."""
         computed_at = {v: i for i, eqn in enumerate(self.program.equations) for v in eqn.outvars if v in self.varying}
         new_values = ((n, v) for n, v in enumerate(self.roles.new_state) if not isinstance(v, jex.Literal))
@@ -211,7 +211,7 @@ class DataFlow:
         """Positions between what reads a leaf of the state for the results and what writes it."""
         inside: set[int] = set()
         for n in self.read_and_written:
-            touching = [*self.reads_for_results[n], self._writes[n]]
+            touching = [*self.reads_for_results[n], self.writes[n]]
             inside.update(range(min(touching) + 1, max(touching) + 1))
         return inside
 

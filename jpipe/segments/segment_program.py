@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 
 from jpipe.layers.avals import cast, is_real
 from jpipe.layers.equations import variables
@@ -169,12 +168,7 @@ def owners_of_state(flow: DataFlow, places: Sequence[CutPlace]) -> list[frozense
     if not roles.state:
         return []
     stops = [place.position for place in places]
-    computed_at = {v: i for i, eqn in enumerate(flow.program.equations) for v in eqn.outvars}
-    moved = {
-        n: frozenset([bisect.bisect_right(stops, computed_at[new])])
-        for n, new in enumerate(roles.new_state)
-        if not isinstance(new, jex.Literal) and new in flow.varying and new in computed_at
-    }
+    moved = {n: frozenset([bisect.bisect_right(stops, position)]) for n, position in flow.writes.items()}
     ports = [Ports.between(roles, places, k) for k in range(len(places) + 1)]
     others = {n: old for n, old in enumerate(roles.state) if n not in moved}
     readers: dict[int, frozenset[int]] = dict.fromkeys(others, frozenset())

@@ -136,7 +136,7 @@ class Simulator:
             for _, b in block.links:
                 if b not in is_new:
                     touched[b] = None
-        times = self._replayer.run(self.timeline, fresh, touched, change.first, limit)
+        times = self._replayer.run(self.timeline, fresh, touched, limit)
         if times is None:
             return math.inf
         change.finished = True
@@ -190,8 +190,6 @@ class Simulator:
             dead.update(block.tasks)
             tasks.count(block, -1)
         touched = self._drop_links(change.old_blocks, dead)
-        ready = self.timeline.ready
-        change.first = min((ready[task] for task in dead), default=0.0)
         self._replayer.begin(dead, self.timeline)
         return touched
 
@@ -217,7 +215,6 @@ class _Change:
         self.numbers = numbers
         self.old_blocks: list[TaskBlock] = []
         self.new_blocks: list[TaskBlock] = []
-        self.first = 0.0
         self.finished = False
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -57,13 +57,14 @@ class Replayer:
         self._tasks = tasks
         self._notes: list[list[float]] = [[0.0] * (tasks.routes.num_resources + 1)]
         self._cursor = 0  # the place in the old order at which the last replay began
+        self._first = 0.0  # when the first of the tasks was ready that the change takes away
         self._round = 0
         self._mark: list[int] = []  # 2 * round: it changes; 2 * round + 1: it is done
         self._watched: list[int] = []
         self._missing: list[int] = []
         self._coming: list[float] = []  # ready times of tasks that change
 
-    def begin(self, removed: Iterable[int], timeline: TaskTimes) -> None:
+    def begin(self, removed: Collection[int], timeline: TaskTimes) -> None:
         """Begins a change.
 
         Args:
@@ -71,6 +72,7 @@ class Replayer:
           timeline: the timeline before it.
         """
         self._round += 1
+        self._first = min((timeline.ready[task] for task in removed), default=0.0)
         self.grow(timeline)
         for task in removed:
             self._mark[task] = 2 * self._round + 1  # the stream passes over it
@@ -88,16 +90,13 @@ class Replayer:
         """Makes the timeline of the last replay the one that the next replay starts from."""
         del self._notes[self._cursor // _SPACING + 1 :]
 
-    def run(
-        self, timeline: TaskTimes, fresh: list[int], touched: dict[int, None], first: float, limit: float
-    ) -> TaskTimes | None:
+    def run(self, timeline: TaskTimes, fresh: list[int], touched: dict[int, None], limit: float) -> TaskTimes | None:
         """Replays a timeline after the change that began.
 
         Args:
           timeline: the timeline before it; its times stay as they are.
           fresh: the tasks that are new.
           touched: tasks with other predecessors than before.
-          first: when the first of the removed tasks was ready.
           limit: seconds.
 
         Returns:
@@ -108,7 +107,7 @@ class Replayer:
             return None
         for task in fresh:
             mark[task] = 2 * self._round
-        now = self._first_time(timeline, fresh, touched, first)
+        now = self._first_time(timeline, fresh, touched)
         position = self._cursor = bisect_left(timeline.order, now, key=timeline.ready.__getitem__)
         times = TaskTimes(list(timeline.ready), timeline.start[:], timeline.end[:], timeline.order[:position], 0.0)
         run = _Run(times, self._free_before(position, timeline), [])
@@ -126,12 +125,12 @@ class Replayer:
         times.seconds = seconds
         return times
 
-    def _first_time(self, timeline: TaskTimes, fresh: list[int], touched: Iterable[int], first: float) -> float:
+    def _first_time(self, timeline: TaskTimes, fresh: list[int], touched: Iterable[int]) -> float:
         """The first time at which anything may differ. `fresh` is marked already."""
         before, mark = self._tasks.before, self._mark
         ready, end = timeline.ready, timeline.end
         moved = 2 * self._round
-        first = min([first, *(ready[task] for task in touched)])
+        first = min([self._first, *(ready[task] for task in touched)])
         for task in fresh:
             if all(mark[p] != moved for p in before[task]):
                 latest = max((end[p] for p in before[task]), default=0.0)
