@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jpipe.packing.places import Place
-from jpipe.packing.specs import split_as
+from jpipe.packing.specs import axes, split_as
 
 Lead = Sequence | Callable[[str], Sequence]
 """The indices of the leading axes of packed arrays: equal for all, or a function of the array's name."""
@@ -174,7 +174,8 @@ def _blocks(
     for place, value in pairs:
         last = groups[-1][-1][0] if joined and groups else None
         follows = last is not None and (
-            (last.array, last.step, last.base + last.block[0], ()) == (place.array, place.step, place.base, place.spec)
+            (last.array, last.step, last.base + last.block[0]) == (place.array, place.step, place.base)
+            and (last.spec == place.spec or not (axes(last.spec) or axes(place.spec)))
         )
         if follows:
             groups[-1].append((place, value))
