@@ -11,6 +11,9 @@ would first slice a weight out of a copy of all, for each product with a bias.
 A weight whose dims a layer reads in another order, as cuDNN reads those of convolutions, has a copy in this order, cast
 or not. XLA would else slice it out of its vector and transpose it, in each pass. Copies of unlike stages are side by
 side on every device, so they may not take more than `MOST` times the bytes of one stage's.
+
+The weights that a forward or a backward reads first have copies that are whole along the axis "fsdp". XLA gathers those
+of other layers while the layer before computes, but moves no gather into the branch before.
 """
 
 import collections
@@ -31,14 +34,16 @@ from jpipe.engine.context import TrainingDevice
 from jpipe.engine.lanes import run_lanes
 from jpipe.engine.spec import PassSpec
 from jpipe.layers.avals import is_narrower
+from jpipe.lowering.target import Target
 from jpipe.lowering.tick_scalars import LaneScalars, TickScalars
+from jpipe.mesh import FSDP
 from jpipe.packing import Part, Place
 
 SMALL = 2**14
 """The most numbers of a weight that is read together with others."""
 
 MOST = 2
-"""The most bytes of copies in another order, in those that the stage with most of them reads."""
+"""The most bytes of copies in another order or split, in those that the stage with most of them reads."""
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -72,7 +77,7 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
             (number,) = lead(part.array)
             array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
             old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, part.in_order(part.of(array)).astype(cast.dtype), old)
+            new = jnp.where(num_updates > 0, part.copy(array, cast.dtype), old)
             return lax.dynamic_update_slice_in_dim(cast, new, number, 0, allow_negative_indices=False)
 
         cast = written.cast_weights
@@ -114,8 +119,8 @@ class WeightReader(NamedTuple):
         A layer casts it back to the dtype of a copy, and XLA removes both casts.
         """
         for part, copy in self.copies.get(place.array, ()):
-            if part.is_leaf(place, i) if part.order else part.holds(place, i):
-                there = dataclasses.replace(place, base=place.base - part.start)
+            if part.holds(place, i):
+                there = dataclasses.replace(place, base=place.base - part.start, spec=part.spec or place.spec)
                 value = packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
                 return part.restored(value[None])[0]
         return packing.read(self.arrays, place, lead, i)
@@ -127,11 +132,9 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 
 
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
-    """The copies of weights that layers read cast to fewer bytes, or in another order, by their use."""
+    """The copies of weights that layers read cast to fewer bytes, in another order or gathered, by their use."""
     return {
-        use: {
-            part.name: part.in_order(part.of(sources[use][part.array])).astype(dtype) for part, dtype in parts.items()
-        }
+        use: {part.name: part.copy(sources[use][part.array], dtype) for part, dtype in parts.items()}
         for use, parts in _parts(spec, sources).items()
     }
 
@@ -159,6 +162,7 @@ class _Weight(NamedTuple):
       program: the number of its program; vocabulary layers come after all programs.
       num_stages: the number of stages of the program.
       alone: whether it may have a copy of its own.
+      size: how many numbers it has.
     """
 
     part: Part
@@ -166,24 +170,26 @@ class _Weight(NamedTuple):
     program: int
     num_stages: int
     alone: bool
+    size: int
 
 
 def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
     """Name of an array -> the parts of it that have copies, with the dtypes of these.
 
-    First come those with an order. All weights in another part are read in one dtype, of fewer bytes than that of the
-    array.
+    First come those in another order or split. All weights in another part are read in one dtype, of fewer bytes than
+    that of the array.
     """
     weights, unrolled = list(_weights(spec)), not spec.lowered.target.loops_in_branches
-    ordered = _ordered(weights) if unrolled and spec.lowered.target.orders_weights else []
+    changed = _changed(weights) if unrolled else []
     arrays: dict[str, list[_Weight]] = {}
     for weight in weights:
         arrays.setdefault(weight.part.array, []).append(weight)
     parts: dict[str, dict[Part, np.dtype]] = {}
     for name, members in arrays.items():
         stored = spec.stages.parameters.arrays[name].dtype
-        copies = {part: _read_dtype(members, part.__eq__, stored) or stored for part in ordered if part.array == name}
-        others = [weight._replace(part=weight.part.unordered) for weight in members if weight.part not in copies]
+        copies = {part: _read_dtype(members, part.covers, stored) or stored for part in changed if part.array == name}
+        others = [weight for weight in members if not any(part.covers(weight.part) for part in copies)]
+        others = [weight._replace(part=weight.part.as_stored) for weight in others]
         if any(is_narrower(weight.dtype, stored) for weight in others):
             alone = _without_overlap(others) if unrolled else []
             for part in alone or [Part(name, 0, spec.stages.parameters.arrays[name].shape[0])]:
@@ -201,12 +207,40 @@ def _weights(spec: PassSpec) -> Iterator[_Weight]:
         ((run,), 1) for owner in range(stages.num_stages, len(stages.owners)) for _, run, _ in stages.layer_runs(owner)
     ]
     for number, (runs_of_program, num_stages) in enumerate(runs):
-        for run in runs_of_program:
+        gathered = _gathered_first(spec, number) if number < len(stages.programs) else set()
+        for r, run in enumerate(runs_of_program):
             dtypes = stages.layer_kinds[run.kind].read_dtypes
             for (place, dtype), i in itertools.product(zip(run.parameters, dtypes, strict=True), range(run.longest)):
                 if place.array and not place.on_host:
-                    alone = any(place.spec) or math.prod(place.shape) > SMALL
-                    yield _Weight(Part.of_leaf(place, i), dtype, number, num_stages, alone)
+                    size = math.prod(place.shape)
+                    part = _part_of(spec.lowered.target, place, i, (r, i) in gathered)
+                    yield _Weight(part, dtype, number, num_stages, any(place.spec) or size > SMALL, size)
+
+
+def _part_of(target: Target, place: Place, i: int, is_gathered: bool) -> Part:
+    """The part that is leaf i at a place, in the order and the split of its copy."""
+    part = Part.of_leaf(place, i) if target.orders_weights else Part.of_leaf(place, i).as_stored
+    whole = packing.without(place.spec, FSDP)
+    if not (is_gathered and _is_gathered(place)) or (part.order and packing.axes(whole)):
+        return part
+    return part._replace(spec=whole)
+
+
+def _gathered_first(spec: PassSpec, number: int) -> set[tuple[int, int]]:
+    """`(run, layer)` of those layers of a program whose weights a forward or a backward gathers first."""
+    if not spec.lowered.target.gathers_first_once:
+        return set()
+    program, first = spec.stages.programs[number], set()
+    runs = [r for r, run in enumerate(program.runs) if any(map(_is_gathered, run.parameters))]
+    for s in program.stages:
+        layers = [(r, i) for r in runs for i in range(spec.stages.lengths[s][r])]
+        first.update(layers[:1], layers[-1:])
+    return first
+
+
+def _is_gathered(place: Place) -> bool:
+    """Whether a layer gathers its weight at a place along the axis "fsdp"."""
+    return FSDP in packing.axes(place.spec) and FSDP not in place.read_in_parts
 
 
 def _read_dtype(weights: Sequence[_Weight], is_read: Callable[[Part], bool], stored: np.dtype) -> np.dtype | None:
@@ -215,18 +249,22 @@ def _read_dtype(weights: Sequence[_Weight], is_read: Callable[[Part], bool], sto
     return dtypes.pop() if len(dtypes) == 1 and all(is_narrower(dtype, stored) for dtype in dtypes) else None
 
 
-def _ordered(weights: Sequence[_Weight]) -> list[Part]:
-    """The parts with an order whose copies take no more than `MOST` times the room that any one stage has use for."""
+def _changed(weights: Sequence[_Weight]) -> list[Part]:
+    """The parts in another order or split whose copies take no more than `MOST` times the room that any one stage has
+    use for.
+    """
     readers: dict[Part, set[int]] = {}
+    sizes: dict[Part, int] = {}
     for weight in weights:
-        if weight.alone and weight.part.order:
+        if weight.alone and weight.part != weight.part.as_stored:
             readers.setdefault(weight.part, set()).add(weight.program)
+            sizes[weight.part] = weight.size
     parts = sorted(readers, key=lambda part: (-len(readers[part]), part))
     room: collections.Counter[int] = collections.Counter()
     for part in parts:
         for number in readers[part]:
-            room[number] += math.prod(part.shape)
-    totals = itertools.accumulate(math.prod(part.shape) for part in parts)
+            room[number] += sizes[part]
+    totals = itertools.accumulate(sizes[part] for part in parts)
     return [part for part, total in zip(parts, totals) if total <= MOST * max(room.values())]
 
 

@@ -51,6 +51,8 @@ class Target:
         backward. A GPU runs casts as kernels of their own.
       orders_weights: whether each of these copies has the order of dims in which layers read the weight, see
         `jpipe.layers.read_orders`. A GPU transposes others by kernels of their own, in each forward and backward.
+      gathers_first_once: whether those of these copies that a pass reads first are whole along the axis "fsdp". XLA for
+        GPUs begins no gather before the branch that needs it, and so computes nothing meanwhile.
       sums_apart: whether the sum of the gradient of each large weight is an array of its own between updates. cuBLAS
         adds a product to a whole array in place.
       few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only
@@ -84,6 +86,7 @@ class Target:
     drops_branches: bool = False
     casts_once: bool = False
     orders_weights: bool = False
+    gathers_first_once: bool = False
     sums_apart: bool = False
     few_arrays: bool = False
     ends_apart: bool = False
@@ -129,6 +132,7 @@ GPU = Target(
     drops_branches=True,
     casts_once=True,
     orders_weights=True,
+    gathers_first_once=True,
     # A branch that touches all of its arrays would touch each of these.
     sums_apart=jax.__version_info__ >= (0, 12),
     few_arrays=True,
@@ -149,7 +153,11 @@ GPU = Target(
     },
     # The host decides about a branch that is not part of a CUDA graph, and so is one with a collective that is not. The
     # messages of a tick are part of its graph then, beside the operations that they travel under.
-    collective_options={"xla_gpu_enable_command_buffer": ",".join([*_GRAPH_COMMANDS, *_COLLECTIVE_COMMANDS])},
+    collective_options={
+        "xla_gpu_enable_command_buffer": ",".join([*_GRAPH_COMMANDS, *_COLLECTIVE_COMMANDS]),
+        # Sums of gradients that XLA combines wait for the last of these, and for room for all of them.
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**23,
+    },
     # The kernels of a CUDA graph have no names of instructions in a profile.
     profiled_options={"xla_gpu_enable_command_buffer": ""},
 )

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from jpipe.packing.places import Place
+from jpipe.packing.specs import split_as
 
 
 class Part(NamedTuple):
@@ -17,6 +18,8 @@ class Part(NamedTuple):
       start, stop: its indices, after the leading axis.
       shape: the shape of the leaf that it is, if that has an order.
       order: the order of the leaf's dims in the part's own array, see `Leaf`; () for the order that they have.
+      spec: how the part's own array splits the leaf; () for the split of the array. A leaf with an order has no axes
+        here.
     """
 
     array: str
@@ -24,6 +27,7 @@ class Part(NamedTuple):
     stop: int
     shape: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
+    spec: tuple = ()
 
     @classmethod
     def of_leaf(cls, place: Place, i: int) -> "Part":
@@ -33,9 +37,9 @@ class Part(NamedTuple):
         return cls(place.array, start, start + place.block[0], shape, place.order)
 
     @property
-    def unordered(self) -> "Part":
-        """The part with the leaf in the order that its dims have."""
-        return self._replace(shape=(), order=())
+    def as_stored(self) -> "Part":
+        """The part with the leaf as the array has it."""
+        return self._replace(shape=(), order=(), spec=())
 
     @property
     def size(self) -> int:
@@ -46,16 +50,18 @@ class Part(NamedTuple):
     def name(self) -> str:
         """The name of the part's own array."""
         order = f" in order {list(self.order)} of {list(self.shape)}" if self.order else ""
-        return f"{self.array} from {self.start} to {self.stop}{order}"
+        split = f" split as {list(self.spec)}" if self.spec else ""
+        return f"{self.array} from {self.start} to {self.stop}{order}{split}"
 
-    def is_leaf(self, place: Place, i: jax.Array | int) -> bool:
-        """Whether it is leaf i at a place, in the order of the place."""
-        return isinstance(i, int) and self == self.of_leaf(place, i)
+    def covers(self, other: "Part") -> bool:
+        """Whether those who read another part of the array find it here, in the order that they want."""
+        inside = self.start <= other.start and other.stop <= self.stop
+        return inside and (not self.order or (self.shape, self.order) == (other.shape, other.order))
 
     def holds(self, place: Place, i: jax.Array | int) -> bool:
-        """Whether leaf i at a place, or any leaf if i is not known, lies in it."""
-        first, last = (self.of_leaf(place, n) for n in ((i, i) if isinstance(i, int) else (0, place.count - 1)))
-        return self.start <= first.start and last.stop <= self.stop
+        """Whether it covers leaf i at a place, or any leaf if i is not known."""
+        ends = (i, i) if isinstance(i, int) else (0, place.count - 1)
+        return all(self.covers(self.of_leaf(place, n)) for n in ends)
 
     def overlaps(self, other: "Part") -> bool:
         """Whether an index is in both parts of one array."""
@@ -64,6 +70,12 @@ class Part(NamedTuple):
     def of(self, array: jax.Array) -> jax.Array:
         """The part of some rows of the array."""
         return lax.slice_in_dim(array, self.start, self.stop, axis=1)
+
+    def copy(self, array: jax.Array, dtype: np.dtype) -> jax.Array:
+        """The part's own array for some rows of the array, in a dtype."""
+        rows = self.of(array).astype(dtype)
+        # A cast comes before a gather, which then moves fewer bytes.
+        return self.in_order(split_as((None, None, *self.spec), rows) if self.spec else rows)
 
     def ordered(self, leaf: jax.Array) -> jax.Array:
         """A value of the leaf with its dims in the order of the part's own array."""

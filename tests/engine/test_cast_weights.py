@@ -74,7 +74,7 @@ def trained(monkeypatch, casts_once, *case, target=CPU, family=FAMILY):
     schedule, num_stages, options = case
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(target, casts_once=casts_once))
     pipe = pipeline(schedule, num_stages, family=family, **options)
-    batches = family.batches(5, 2 * N)
+    batches = family.batches(5, 2 * N * options.get("mesh", {}).get("data", 1))
     state, losses = pipe.init(KEY, batches[0]), []
     for batch in batches:
         state, metrics = pipe.step(state, batch)
@@ -132,6 +132,65 @@ def test_copies_of_each_weight_are_those_of_all(schedule, num_stages, options, f
     assert any(len(parts) > 1 for parts in cast_weights.parts_with_copies(spec).values())
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     assert_close(params, jax.tree.map(np.asarray, want), "float32")
+
+
+@pytest.mark.first_case
+@pytest.mark.parametrize(
+    "schedule, num_stages, options, family",
+    [
+        ("one_f_one_b", 2, {}, EQUAL),
+        ("pipedream/unit", 2, {}, FAMILY),
+        exhaustive("one_f_one_b", 2, {"compute_dtype": None}, EQUAL),
+        exhaustive("interleaved", 2, {}, EQUAL),
+        exhaustive("zero_bubble_h1", 2, {"recompute": "full"}, EQUAL),
+        exhaustive("pipedream_2bw/paired", 2, {}, EQUAL),
+        exhaustive("pipemare/unit", 2, {"backward_params": corrected_params}, FAMILY),
+        exhaustive("one_f_one_b", 2, {"mesh": {"fsdp": 2, "data": 2}, "shard_optimizer": True}, EQUAL),
+        exhaustive("gpipe", 2, {"ties": [[(1, "linear.kernel"), (3, "linear.kernel")]]}, FAMILY),
+        exhaustive("one_f_one_b", 2, {"offload": jpipe.Offload(weights=1.0, required=False)}, EQUAL),
+    ],
+    ids=named,
+)
+@pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
+def test_weights_that_a_pass_reads_first_are_gathered_once(schedule, num_stages, options, family, monkeypatch):
+    options = {"mesh": {"fsdp": 2}, **options}
+    trainings = []
+    with jax.enable_x64(True):
+        for gathers_first_once in (False, True):
+            target = dataclasses.replace(UNROLLED, gathers_first_once=gathers_first_once)
+            losses, params, pipe = trained(
+                monkeypatch, True, schedule, num_stages, options, target=target, family=family
+            )
+            spec = pipe._program(family.batches(1, 4 * N)[0]).engine
+            whole = [part for parts in cast_weights.parts_with_copies(spec).values() for part in parts if part.spec]
+            trainings.append((losses, jax.tree.map(np.asarray, params), len(whole)))
+    (want_losses, want, before), (losses, params, after) = trainings
+    assert before == 0 and bool(after) == ("offload" not in options)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    assert_close(params, want, "float32")
+
+
+def test_no_gather_comes_first_in_a_tick(monkeypatch):
+    """Of three layers a forward and a backward gather the one in the middle."""
+    monkeypatch.setattr(cast_weights, "SMALL", 8)
+
+    def gathers_of(gathers_first_once, stages=2):
+        target = dataclasses.replace(UNROLLED, gathers_first_once=gathers_first_once)
+        monkeypatch.setitem(TARGETS, "cpu", target)
+        layers = [lambda rngs: nnx.Linear(16, 16, use_bias=False, rngs=rngs)] * 3 * stages
+        pipe = jpipe.Pipeline(
+            layers,
+            loss=lambda y, _: y.mean(),
+            optimizer=optax.sgd(0.1),
+            schedule=jpipe.schedules.one_f_one_b(stages, N),
+            mesh=jpipe.make_mesh(stage=stages, fsdp=2),
+        )
+        text = pipe.compile({"inputs": np.ones((2 * N, 16), np.float32)}).as_text()
+        gathers = [line for line in text.splitlines() if "all-gather(" in line and "16,16]" in line]
+        return [sum(f"/{name}/stage" in line for line in gathers) for name in ("forward", "backward")]
+
+    assert gathers_of(False) == [6, 5]  # of two stages; nobody needs the gradient by the inputs of the model
+    assert gathers_of(True) == [2, 2]
 
 
 def test_which_weights_have_copies(monkeypatch):

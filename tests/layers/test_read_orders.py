@@ -48,4 +48,4 @@ def test_a_part_in_the_order_of_a_leaf():
     np.testing.assert_array_equal(in_order.reshape(2, 4, 2, 3), np.moveaxis(leaves, 3, 1))
     np.testing.assert_array_equal(part.restored(in_order), array[:, 2:26])
     np.testing.assert_array_equal(part.ordered(jnp.asarray(leaves[0])), np.moveaxis(leaves[0], 2, 0))
-    assert part.is_leaf(place, 0) and not part.is_leaf(Place("a", 2, 0, 1, (4, 3, 2), flat=True, order=(1, 0, 2)), 0)
+    assert part.holds(place, 0) and not part.holds(Place("a", 2, 0, 1, (4, 3, 2), flat=True, order=(1, 0, 2)), 0)
