@@ -24,7 +24,7 @@ def row_of(array: jax.Array, lead: Sequence, spec: Sequence) -> jax.Array:
       spec: see `Packing.specs`; () for leaves that are not split.
     """
     row = lax.dynamic_index_in_dim(array, *lead, allow_negative_indices=False)
-    return row if any(spec) else _with_last_dim_innermost(row)
+    return row if any(spec) else with_last_dim_innermost(row)
 
 
 def _row_major(place: Place, block: jax.Array) -> jax.Array:
@@ -36,11 +36,12 @@ def _row_major(place: Place, block: jax.Array) -> jax.Array:
     """
     if any(place.spec):
         return block
-    return _with_last_dim_innermost(block)
+    return with_last_dim_innermost(block)
 
 
 @functools.partial(jax.jit, inline=True)  # traced once per shape and dtype
-def _with_last_dim_innermost(block: jax.Array) -> jax.Array:
+def with_last_dim_innermost(block: jax.Array) -> jax.Array:
+    """A value with the layout that blocks have on TPUs and GPUs, see `_row_major`."""
     layout = Layout(tuple(range(block.ndim)))
     return lax.platform_dependent(
         block,

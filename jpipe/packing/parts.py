@@ -6,8 +6,9 @@ import jax
 import numpy as np
 from jax import lax
 
+from jpipe.packing.access import with_last_dim_innermost
 from jpipe.packing.places import Place
-from jpipe.packing.specs import split_as
+from jpipe.packing.specs import axes, split_as
 
 
 class Part(NamedTuple):
@@ -74,8 +75,10 @@ class Part(NamedTuple):
     def copy(self, array: jax.Array, dtype: np.dtype) -> jax.Array:
         """The part's own array for some rows of the array, in a dtype."""
         rows = self.of(array).astype(dtype)
-        # A cast comes before a gather, which then moves fewer bytes.
-        return self.in_order(split_as((None, None, *self.spec), rows) if self.spec else rows)
+        if self.spec:  # a cast comes before a gather, which then moves fewer bytes
+            rows = split_as((None, None, *self.spec), rows)
+        rows = self.in_order(rows)
+        return with_last_dim_innermost(rows) if self.spec and not axes(self.spec) else rows
 
     def ordered(self, leaf: jax.Array) -> jax.Array:
         """A value of the leaf with its dims in the order of the part's own array."""
