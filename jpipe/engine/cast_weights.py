@@ -8,6 +8,9 @@ those of a stage again after its update, if a later tick reads them. The copies 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.
 
+Of a device with several stages, each of which runs in a branch of its own, the copies of each stage are apart too. XLA
+would else slice them by the row of the stage.
+
 A weight whose dims a layer reads in another order, as cuDNN reads those of convolutions, has a copy in this order, cast
 or not. XLA would else slice it out of its vector and transpose it, in each pass. Copies of unlike stages are side by
 side on every device, so they may not take more than `MOST` times the bytes of one stage's.
@@ -20,7 +23,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -95,23 +98,34 @@ class WeightReader(NamedTuple):
 
     Attributes:
       arrays: arrays with the weights, as they are stored.
-      copies: name of an array -> its parts that are cast once, each with its copy.
+      copies: name of an array -> its parts that have copies, each with its copy.
+      rows_apart: the names of those arrays whose copies are of one row alone.
     """
 
     arrays: Packed
     copies: Mapping[str, Sequence[tuple[Part, jax.Array]]]
+    rows_apart: Collection[str] = ()
 
     @classmethod
-    def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str) -> "WeightReader":
-        """The weights for a pass, "forward" or "backward"."""
+    def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str, position: int = 0) -> "WeightReader":
+        """The weights for a pass, "forward" or "backward".
+
+        Args:
+          spec: the pass.
+          read: the arrays.
+          weight_pass: its name.
+          position: that of the stage on its device, if a branch is for this one alone.
+        """
         newest = weight_pass if weight_pass in read.read_parameters else "parameters"
         sources = {"constants": read.constants, newest: _sources(read)[newest]}
         copies: dict[str, list[tuple[Part, jax.Array]]] = {}
         cast = {use: source for use, source in sources.items() if use in read.cast_weights}
+        rows_apart = [name for source in cast.values() for name in source if _num_rows_apart(spec, name) > 1]
         for use, parts in _parts(spec, cast).items():
             for part in parts:
-                copies.setdefault(part.array, []).append((part, read.cast_weights[use][part.name]))
-        return cls({**sources["constants"], **sources[newest]}, copies)
+                name = part.row_name(position if part.array in rows_apart else 0)
+                copies.setdefault(part.array, []).append((part, read.cast_weights[use][name]))
+        return cls({**sources["constants"], **sources[newest]}, copies, rows_apart)
 
     def read(self, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
         """The weight of layer i at a place, in the dtype that it is stored in.
@@ -121,7 +135,8 @@ class WeightReader(NamedTuple):
         for part, copy in self.copies.get(place.array, ()):
             if part.holds(place, i):
                 there = dataclasses.replace(place, base=place.base - part.start, spec=part.spec or place.spec)
-                value = packing.read({place.array: copy}, there, lead, i).astype(self.arrays[place.array].dtype)
+                row = [0] if place.array in self.rows_apart else lead
+                value = packing.read({place.array: copy}, there, row, i).astype(self.arrays[place.array].dtype)
                 return part.restored(value[None])[0]
         return packing.read(self.arrays, place, lead, i)
 
@@ -133,10 +148,20 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
     """The copies of weights that layers read cast to fewer bytes, in another order or gathered, by their use."""
-    return {
-        use: {part.name: part.copy(sources[use][part.array], dtype) for part, dtype in parts.items()}
-        for use, parts in _parts(spec, sources).items()
-    }
+    copies: dict[str, Packed] = {}
+    for use, parts in _parts(spec, sources).items():
+        copies[use] = {}
+        for part, dtype in parts.items():
+            array, number = sources[use][part.array], _num_rows_apart(spec, part.array)
+            rows = jnp.split(array, number) if number > 1 else [array]
+            copies[use] |= {part.row_name(r): part.copy(row, dtype) for r, row in enumerate(rows)}
+    return copies
+
+
+def _num_rows_apart(spec: PassSpec, name: str) -> int:
+    """The number of rows of an array whose copies lie apart; 1: all rows are in one copy."""
+    rows = spec.array_rows["parameters"]
+    return rows.num_rows if spec.rows_apart and name not in rows.tables and name not in rows.unit_rows else 1
 
 
 def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, dict[Part, np.dtype]]:

@@ -401,7 +401,7 @@ def _run_operation(
         lane = scalars.lane(name, j)
         stages = _stages(device, lane)
         number = lane.branch if spec.drops_branches else lane.program
-        if isinstance(device, TrainingDevice) and name in ("backward", "weight_grad") and device.spec.branches:
+        if isinstance(device, TrainingDevice) and name in _operations_of_positions(device.spec):
             number = _number_of((lane.program, lane.chunk), device.spec.branches)
             stages = [dataclasses.replace(stages[p], position=chunk) for p, chunk in device.spec.branches]
         branches = [
@@ -413,6 +413,11 @@ def _run_operation(
         with lane_scope(j):
             arrays = run_one_of(spec.lowered.target, number, branches, arrays)
     return arrays
+
+
+def _operations_of_positions(spec: TrainingPass) -> Sequence[str]:
+    """The operations with a branch for each stage of a device, see `TrainingPass.branches`."""
+    return [*["forward"] * spec.rows_apart, "backward", "weight_grad"] if spec.branches else []
 
 
 def _run_pair(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> tuple[TickArrays, jax.Array]:

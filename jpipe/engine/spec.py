@@ -118,6 +118,11 @@ class PassSpec(abc.ABC):
         return target_of(self.mesh.devices.flat[0].platform)
 
     @property
+    def rows_apart(self) -> bool:
+        """Whether each stage of a device runs in branches of its own, and nothing changes its weights between ticks."""
+        return False
+
+    @property
     def rows(self) -> VersionRows:
         """The rows of the versions of weights."""
         return self.state_table.rows

@@ -257,14 +257,19 @@ class TrainingPass(PassSpec):
 
     @functools.cached_property
     def branches(self) -> list[tuple[int, int]]:
-        """`(program, position of the stage on its device)` of each branch of an operation that adds to sums; `[]`: one
-        for each program, because the position does not matter.
+        """`(program, position of the stage on its device)` of each branch of an operation that adds to sums, or reads
+        weights if `rows_apart`; `[]`: one for each program, because the position does not matter.
         """
         if not self.sums.has_rows:
             return []
         program_of = self.stages.program_of_stage
         copies = enumerate(self.lowered.copies)
         return sorted({(program_of[s], chunk) for s, of_stage in copies for _, chunk in of_stage})
+
+    @property
+    def rows_apart(self) -> bool:
+        """See `PassSpec`."""
+        return bool(self.branches) and not self.tick_stashes and self.schedule.synchronous
 
     @property
     def weight_dtype(self) -> np.dtype | None:

@@ -67,7 +67,7 @@ class ApartSums:
         cut = {name: a for name, a in shapes.items() if name not in self.arrays}
         for name, (num_rows, alone, between) in self.arrays.items():
             for part, row in itertools.product(alone, range(num_rows)):
-                cut[_alone(part, row)] = shape(shapes[name], 1, [part])
+                cut[part.row_name(row)] = shape(shapes[name], 1, [part])
             if between:
                 cut[self._rest(name)] = shape(shapes[name], num_rows, between)
         return cut
@@ -77,7 +77,7 @@ class ApartSums:
         names = set(packed)
         for name in names & self.arrays.keys():
             array = self.arrays[name]
-            names |= {_alone(part, row) for part in array.alone for row in range(array.num_rows)} | {self._rest(name)}
+            names |= {part.row_name(row) for part in array.alone for row in range(array.num_rows)} | {self._rest(name)}
         return names
 
     def joined(self, arrays: Packed, of_stage: Iterable[tuple[Place, int]] = ()) -> Packed:
@@ -91,7 +91,7 @@ class ApartSums:
         left = dict(arrays)
         for name, (num_rows, alone, between) in self.arrays.items():
             pieces = {
-                part: part.restored(jnp.concatenate([left.pop(_alone(part, row)) for row in range(num_rows)]))
+                part: part.restored(jnp.concatenate([left.pop(part.row_name(row)) for row in range(num_rows)]))
                 for part in alone
             }
             if between:
@@ -110,7 +110,7 @@ class ApartSums:
         parts = {name: a for name, a in arrays.items() if name not in self.arrays}
         for name, (num_rows, alone, between) in self.arrays.items():
             for part, row in itertools.product(alone, range(num_rows)):
-                parts[_alone(part, row)] = part.in_order(part.of(arrays[name][row : row + 1]))
+                parts[part.row_name(row)] = part.in_order(part.of(arrays[name][row : row + 1]))
             if between:
                 parts[self._rest(name)] = jnp.concatenate([part.of(arrays[name]) for part in between], axis=1)
         return parts
@@ -136,7 +136,7 @@ class ApartSums:
                 assert isinstance(i, int)  # layers are unrolled where sums are apart
                 part = Part.of_leaf(place, i)
                 if part in self.arrays[place.array].alone:
-                    name = _alone(part, row)
+                    name = part.row_name(row)
                     old = arrays[name]
                     # In the shape of the weight: XLA then sees the sum of two matrices.
                     value = part.ordered(value)
@@ -162,11 +162,6 @@ class ApartSums:
                 return dataclasses.replace(place, array=self._rest(place.array), base=moved)
             start += part.size
         raise AssertionError(f"leaf {i} at {place} lies in no range")
-
-
-def _alone(part: Part, row: int) -> str:
-    """The name of the array of a row of a part."""
-    return f"{part.name} of row {row}" if row else part.name
 
 
 def apart_sums(leaves: Iterable[tuple[Place, int]], shapes: Mapping[str, tuple[int, int]]) -> ApartSums:

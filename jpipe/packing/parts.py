@@ -54,6 +54,10 @@ class Part(NamedTuple):
         split = f" split as {list(self.spec)}" if self.spec else ""
         return f"{self.array} from {self.start} to {self.stop}{order}{split}"
 
+    def row_name(self, row: int) -> str:
+        """The name of an array of a row of the part alone."""
+        return f"{self.name} of row {row}" if row else self.name
+
     def covers(self, other: "Part") -> bool:
         """Whether those who read another part of the array find it here, in the order that they want."""
         inside = self.start <= other.start and other.stop <= self.stop
