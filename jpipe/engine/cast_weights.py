@@ -146,9 +146,9 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
     return {"parameters": arrays.parameters, **arrays.read_parameters}
 
 
-def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, Packed]:
+def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> Mapping[str, Packed]:
     """The copies of weights that layers read cast to fewer bytes, in another order or gathered, by their use."""
-    copies: dict[str, Packed] = {}
+    copies: dict[str, dict[str, jax.Array]] = {}
     for use, parts in _parts(spec, sources).items():
         copies[use] = {}
         for part, dtype in parts.items():
@@ -255,7 +255,7 @@ def _gathered_first(spec: PassSpec, number: int) -> set[tuple[int, int]]:
     """`(run, layer)` of those layers of a program whose weights a forward or a backward gathers first."""
     if not spec.lowered.target.gathers_first_once:
         return set()
-    program, first = spec.stages.programs[number], set()
+    program, first = spec.stages.programs[number], set[tuple[int, int]]()
     runs = [r for r, run in enumerate(program.runs) if any(map(_is_gathered, run.parameters))]
     for s in program.stages:
         layers = [(r, i) for r in runs for i in range(spec.stages.lengths[s][r])]

@@ -215,8 +215,11 @@ class StageContext:
 
     @property
     def version(self) -> Callable[[str], Sequence]:
-        """The leading indices of the weights that the lane reads."""
-        return self.device.lead("parameters", self.scalars.row)
+        """The leading indices of the weights that the lane reads.
+
+        XLA for GPUs slices weights out of their array by a kernel of its own, unless it knows where they are.
+        """
+        return self.device.lead("parameters", self.position if self.spec.rows_apart else self.scalars.row)
 
     @property
     def joins(self) -> bool:
