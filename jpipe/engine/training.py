@@ -260,11 +260,13 @@ class TrainingPass(PassSpec):
         """`(program, position of the stage on its device)` of each branch of an operation that adds to sums, or reads
         weights if `rows_apart`; `[]`: one for each program, because the position does not matter.
         """
-        if not self.sums.has_rows:
+        if not self.target.sums_apart or self.pairs or self.lowered.num_chunks == 1:
             return []
         program_of = self.stages.program_of_stage
         copies = enumerate(self.lowered.copies)
-        return sorted({(program_of[s], chunk) for s, of_stage in copies for _, chunk in of_stage})
+        branches = sorted({(program_of[s], chunk) for s, of_stage in copies for _, chunk in of_stage})
+        # Where a program tells the position, a branch for each position is no further branch.
+        return branches if self.sums.has_rows or len(branches) == len(self.stages.programs) else []
 
     @property
     def rows_apart(self) -> bool:
