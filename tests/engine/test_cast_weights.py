@@ -193,6 +193,34 @@ def test_no_gather_comes_first_in_a_tick(monkeypatch):
     assert gathers_of(True) == [2, 2]
 
 
+@pytest.mark.first_case
+@pytest.mark.parametrize(
+    "schedule, num_stages, family",
+    [
+        ("interleaved", 2, EQUAL),
+        exhaustive("zero_bubble_v", 2, EQUAL),
+        exhaustive("zero_bubble_v", 2, FAMILY),
+        exhaustive("v", 2, FAMILY),
+        exhaustive("two-columns", 2, FAMILY),
+    ],
+    ids=named,
+)
+@pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
+def test_copies_of_the_stages_of_a_device(schedule, num_stages, family, monkeypatch):
+    """They lie apart, and layers read them there."""
+    for module in (cast_weights, stage_weights):
+        monkeypatch.setattr(module, "SMALL", 8)
+    target = dataclasses.replace(UNROLLED, sums_apart=True)
+    with jax.enable_x64(True):
+        case = schedule, num_stages, {}
+        want_losses, want, _ = trained(monkeypatch, False, *case, family=family)
+        losses, params, pipe = trained(monkeypatch, True, *case, target=target, family=family)
+        spec = pipe._program(family.batches(1, 2 * N)[0]).engine
+    assert spec.rows_apart == pipe.schedule.synchronous
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+    assert_close(params, jax.tree.map(np.asarray, want), "float32")
+
+
 def test_which_weights_have_copies(monkeypatch):
     """Those that most stages have at the same indices, and one copy of all others."""
     monkeypatch.setattr(cast_weights, "SMALL", 8)
