@@ -19,6 +19,7 @@ from helpers import assert_close
 
 import jpipe
 from jpipe.engine import cast_weights, stage_weights
+from jpipe.gradients import apart
 from jpipe.lowering.target import CPU, GPU, TARGETS
 from jpipe.optim import correct_discrepancy, corrected_params
 from models import MLP
@@ -208,7 +209,7 @@ def test_no_gather_comes_first_in_a_tick(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
 def test_copies_of_the_stages_of_a_device(schedule, num_stages, family, monkeypatch):
     """They lie apart, and layers read them there."""
-    for module in (cast_weights, stage_weights):
+    for module in (cast_weights, stage_weights, apart):
         monkeypatch.setattr(module, "SMALL", 8)
     target = dataclasses.replace(UNROLLED, sums_apart=True)
     with jax.enable_x64(True):
@@ -216,7 +217,7 @@ def test_copies_of_the_stages_of_a_device(schedule, num_stages, family, monkeypa
         want_losses, want, _ = trained(monkeypatch, False, *case, family=family)
         losses, params, pipe = trained(monkeypatch, True, *case, target=target, family=family)
         spec = pipe._program(family.batches(1, 2 * N)[0]).engine
-    assert spec.rows_apart == pipe.schedule.synchronous
+    assert spec.rows_apart
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     assert_close(params, jax.tree.map(np.asarray, want), "float32")
 
