@@ -8,8 +8,8 @@ those of a stage again after its update, if a later tick reads them. The copies 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.
 
-Of a device with several stages, each of which runs in a branch of its own, the copies of each stage are apart too. XLA
-would else slice them by the row of the stage.
+Where each row of the weights, of a stage or of a version, is read in branches of its own, the copies of each row are
+apart too. XLA would else slice them.
 
 A weight whose dims a layer reads in another order, as cuDNN reads those of convolutions, has a copy in this order, cast
 or not. XLA would else slice it out of its vector and transpose it, in each pass. Copies of unlike stages are side by
@@ -76,18 +76,23 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
     def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
         lead = device.lead("parameters", lane.row)
 
-        def row(source: Packed, part: Part, cast: jax.Array) -> jax.Array:
+        def rows(source: Packed, part: Part, copies: Packed) -> dict[str, jax.Array]:
             (number,) = lead(part.array)
             array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
-            old = lax.dynamic_index_in_dim(cast, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, part.copy(array, cast.dtype), old)
-            return lax.dynamic_update_slice_in_dim(cast, new, number, 0, allow_negative_indices=False)
+            if (num_apart := _num_rows_apart(spec, part.array)) > 1:
+                names = [part.row_name(r) for r in range(num_apart)]
+                is_new = [(num_updates > 0) & (number == r) for r in range(num_apart)]
+                new = part.copy(array, copies[part.name].dtype)
+                return {name: jnp.where(now, new, copies[name]) for name, now in zip(names, is_new, strict=True)}
+            copy = copies[part.name]
+            old = lax.dynamic_index_in_dim(copy, number, allow_negative_indices=False)
+            new = jnp.where(num_updates > 0, part.copy(array, copy.dtype), old)
+            return {part.name: lax.dynamic_update_slice_in_dim(copy, new, number, 0, allow_negative_indices=False)}
 
         cast = written.cast_weights
-        new = {
-            use: {part.name: row(sources[use], part, cast[use][part.name]) for part in parts}
-            for use, parts in _parts(spec, sources).items()
-        }
+        new: dict[str, Packed] = {}
+        for use, parts in _parts(spec, sources).items():
+            new[use] = dict(itertools.chain(*(rows(sources[use], part, cast[use]).items() for part in parts)))
         return written.replace(cast_weights={**cast, **new})
 
     return run_lanes(device, scalars, "cast", ["cast_weights"], recast, arrays)
@@ -107,14 +112,14 @@ class WeightReader(NamedTuple):
     rows_apart: Collection[str] = ()
 
     @classmethod
-    def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str, position: int = 0) -> "WeightReader":
+    def of(cls, spec: PassSpec, read: TickArrays, weight_pass: str, row: int = 0) -> "WeightReader":
         """The weights for a pass, "forward" or "backward".
 
         Args:
           spec: the pass.
           read: the arrays.
           weight_pass: its name.
-          position: that of the stage on its device, if a branch is for this one alone.
+          row: the row of the weights, if a branch is for this one alone.
         """
         newest = weight_pass if weight_pass in read.read_parameters else "parameters"
         sources = {"constants": read.constants, newest: _sources(read)[newest]}
@@ -123,7 +128,7 @@ class WeightReader(NamedTuple):
         rows_apart = [name for source in cast.values() for name in source if _num_rows_apart(spec, name) > 1]
         for use, parts in _parts(spec, cast).items():
             for part in parts:
-                name = part.row_name(position if part.array in rows_apart else 0)
+                name = part.row_name(row if part.array in rows_apart else 0)
                 copies.setdefault(part.array, []).append((part, read.cast_weights[use][name]))
         return cls({**sources["constants"], **sources[newest]}, copies, rows_apart)
 

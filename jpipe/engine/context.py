@@ -173,6 +173,7 @@ class StageContext:
       copied: the rings of stashes of which the stage gets a copy of its slot alone, `[1, ...]`.
       position: the position of the stage on its device, where a branch is for this one alone: see
         `TrainingPass.branches`.
+      row: the row of its weights, where a branch is for this one alone.
     """
 
     device: Device
@@ -182,6 +183,7 @@ class StageContext:
     unrolls: bool = False
     copied: frozenset[str] = frozenset()
     position: int = 0
+    row: int = 0
 
     @property
     def spec(self) -> PassSpec:
@@ -219,7 +221,7 @@ class StageContext:
 
         XLA for GPUs slices weights out of their array by a kernel of its own, unless it knows where they are.
         """
-        return self.device.lead("parameters", self.position if self.spec.rows_apart else self.scalars.row)
+        return self.device.lead("parameters", self.row if self.spec.rows_apart else self.scalars.row)
 
     @property
     def joins(self) -> bool:

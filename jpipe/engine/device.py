@@ -68,7 +68,7 @@ from jpipe.engine.pairs import pair
 from jpipe.engine.scopes import Scope, lane_scope, ticks_text
 from jpipe.engine.shapes import microbatch_shapes
 from jpipe.engine.spec import ForwardPass, PassSpec
-from jpipe.engine.training import TrainingPass
+from jpipe.engine.training import ANY_ROW, TrainingPass
 from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import TickRange
@@ -401,9 +401,10 @@ def _run_operation(
         lane = scalars.lane(name, j)
         stages = _stages(device, lane)
         number = lane.branch if spec.drops_branches else lane.program
-        if isinstance(device, TrainingDevice) and name in _operations_of_positions(device.spec):
-            number = _number_of((lane.program, lane.chunk), device.spec.branches)
-            stages = [dataclasses.replace(stages[p], position=chunk) for p, chunk in device.spec.branches]
+        if isinstance(device, TrainingDevice) and name in _operations_of_branches(device.spec):
+            row = lane.row if device.spec.rows_apart else jnp.int32(ANY_ROW)
+            number = _number_of((lane.program, lane.chunk, row), device.spec.branches)
+            stages = [dataclasses.replace(stages[p], position=chunk, row=r) for p, chunk, r in device.spec.branches]
         branches = [
             _branch(name, stage) if _runs(spec, name, j, stage) else Branch(name, [], lambda written, _: written)
             for stage in stages
@@ -415,8 +416,8 @@ def _run_operation(
     return arrays
 
 
-def _operations_of_positions(spec: TrainingPass) -> Sequence[str]:
-    """The operations with a branch for each stage of a device, see `TrainingPass.branches`."""
+def _operations_of_branches(spec: TrainingPass) -> Sequence[str]:
+    """The operations that run in `TrainingPass.branches`."""
     return [*["forward"] * spec.rows_apart, "backward", "weight_grad"] if spec.branches else []
 
 
@@ -430,11 +431,12 @@ def _run_pair(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) 
     return run_one_of(spec.lowered.target, number, branches, arrays), number >= 0
 
 
-def _number_of(values: tuple[jax.Array, jax.Array], pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """int32 `[]`: the position of two numbers among pairs of them, -1 if they are not there."""
+def _number_of(values: Sequence[jax.Array], choices: Sequence[Sequence[int]]) -> jax.Array:
+    """int32 `[]`: the position of some numbers among tuples of as many, -1 if they are not there."""
     number = jnp.int32(-1)
-    for k, (p, q) in enumerate(pairs):
-        number = jnp.where((values[0] == p) & (values[1] == q), k, number)
+    for k, choice in enumerate(choices):
+        equal = [value == n for value, n in zip(values, choice, strict=True)]
+        number = jnp.where(functools.reduce(jnp.logical_and, equal), k, number)
     return number
 
 

@@ -119,7 +119,7 @@ class PassSpec(abc.ABC):
 
     @property
     def rows_apart(self) -> bool:
-        """Whether each stage of a device runs in branches of its own, and nothing changes its weights between ticks."""
+        """Whether each row of weights is read in branches for this row alone."""
         return False
 
     @property

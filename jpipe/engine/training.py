@@ -37,6 +37,26 @@ from jpipe.stages.messages import with_gradients
 from jpipe.stages.offload import Offload
 from jpipe.stages.optimizer import StageUpdates
 
+ANY_ROW = -1
+"""Of a branch that reads whatever row of the weights the scalars of the tick say."""
+
+MOST_VERSIONS = 2
+"""The most versions of weights for each of which an operation has a branch of its own: all are compiled."""
+
+
+class StageBranch(NamedTuple):
+    """What a branch of an operation is for.
+
+    Attributes:
+      program: the number of the program.
+      position: the position of the stage on its device.
+      row: the row of the weights; `ANY_ROW` if the branch is for all of them.
+    """
+
+    program: int
+    position: int
+    row: int
+
 
 class TiedCopy(NamedTuple):
     """One copy of a tied weight.
@@ -256,22 +276,27 @@ class TrainingPass(PassSpec):
         return ApartSums() if self.late_sums.arrays else self.sums
 
     @functools.cached_property
-    def branches(self) -> list[tuple[int, int]]:
-        """`(program, position of the stage on its device)` of each branch of an operation that adds to sums, or reads
-        weights if `rows_apart`; `[]`: one for each program, because the position does not matter.
+    def branches(self) -> list[StageBranch]:
+        """The branches of an operation that adds to sums, or reads weights if `rows_apart`; `[]`: one for each program,
+        because neither the position of a stage on its device nor the version of its weights matters.
         """
-        if not self.target.sums_apart or self.pairs or self.lowered.num_chunks == 1:
+        if not self.target.sums_apart or self.pairs:
             return []
-        program_of = self.stages.program_of_stage
-        copies = enumerate(self.lowered.copies)
-        branches = sorted({(program_of[s], chunk) for s, of_stage in copies for _, chunk in of_stage})
+        program_of, versions = self.stages.program_of_stage, self.rows.num_versions
+        if self.lowered.num_chunks == 1:
+            has_few = 1 < self.rows.num_rows <= MOST_VERSIONS and not self.tick_stashes
+            each = {StageBranch(program_of[s], 0, row) for s, number in enumerate(versions) for row in range(number)}
+            return sorted(each) if has_few else []
+        copies = ((s, chunk) for s, of_stage in enumerate(self.lowered.copies) for _, chunk in of_stage)
+        apart = self.schedule.synchronous and not self.tick_stashes  # a stage has one version of its weights
+        branches = sorted({StageBranch(program_of[s], chunk, chunk if apart else ANY_ROW) for s, chunk in copies})
         # Where a program tells the position, a branch for each position is no further branch.
         return branches if self.sums.has_rows or len(branches) == len(self.stages.programs) else []
 
     @property
     def rows_apart(self) -> bool:
         """See `PassSpec`."""
-        return bool(self.branches) and not self.tick_stashes and self.schedule.synchronous
+        return any(branch.row != ANY_ROW for branch in self.branches)
 
     @property
     def weight_dtype(self) -> np.dtype | None:

@@ -196,30 +196,54 @@ def test_no_gather_comes_first_in_a_tick(monkeypatch):
 
 @pytest.mark.first_case
 @pytest.mark.parametrize(
-    "schedule, num_stages, family",
+    "schedule, num_stages, options, family",
     [
-        ("interleaved", 2, EQUAL),
-        exhaustive("zero_bubble_v", 2, EQUAL),
-        exhaustive("zero_bubble_v", 2, FAMILY),
-        exhaustive("v", 2, FAMILY),
-        exhaustive("two-columns", 2, FAMILY),
+        ("interleaved", 2, {}, EQUAL),
+        ("pipedream_2bw/unit", 3, {}, FAMILY),
+        exhaustive("zero_bubble_v", 2, {}, EQUAL),
+        exhaustive("zero_bubble_v", 2, {}, FAMILY),
+        exhaustive("v", 2, {}, FAMILY),
+        exhaustive("two-columns", 2, {}, FAMILY),
+        exhaustive("interleaved", 2, {"recompute": "full"}, EQUAL),
+        exhaustive("interleaved", 2, {"mesh": {"fsdp": 2}}, EQUAL),
+        exhaustive("interleaved", 2, {"compute_dtype": None}, EQUAL),
+        exhaustive("pipedream_2bw/paired", 2, {}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 3, {"compute_dtype": None}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 2, {"mesh": {"data": 2}, "shard_optimizer": True}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 2, {"mesh": {"fsdp": 2}}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 2, {"ties": [[(1, "linear.kernel"), (2, "linear.kernel")]]}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 2, {"trainable": lambda path, _: "bias" in path}, EQUAL),
+        exhaustive("pipedream/unit", 2, {}, FAMILY),
+        exhaustive("pipedream/2-1", 2, {}, FAMILY),
     ],
     ids=named,
 )
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
-def test_copies_of_the_stages_of_a_device(schedule, num_stages, family, monkeypatch):
-    """They lie apart, and layers read them there."""
+def test_copies_of_rows(schedule, num_stages, options, family, monkeypatch):
+    """Copies of the stages of a device, or of two versions of a stage, lie apart, and layers read them there."""
     for module in (cast_weights, stage_weights, apart):
         monkeypatch.setattr(module, "SMALL", 8)
     target = dataclasses.replace(UNROLLED, sums_apart=True)
     with jax.enable_x64(True):
-        case = schedule, num_stages, {}
+        case = schedule, num_stages, options
         want_losses, want, _ = trained(monkeypatch, False, *case, family=family)
         losses, params, pipe = trained(monkeypatch, True, *case, target=target, family=family)
-        spec = pipe._program(family.batches(1, 2 * N)[0]).engine
+        batch = family.batches(1, 2 * N * options.get("mesh", {}).get("data", 1))[0]
+        spec = pipe._program(batch).engine
     assert spec.rows_apart
     np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
     assert_close(params, jax.tree.map(np.asarray, want), "float32")
+
+
+def test_few_versions_have_branches(monkeypatch):
+    """A stage with three versions of its weights would be compiled three times."""
+    monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(UNROLLED, sums_apart=True))
+    batch = FAMILY.batches(1, 2 * N)[0]
+    numbers = {}
+    for num_stages in (3, 4):
+        spec = pipeline("pipedream/unit", num_stages)._program(batch).engine
+        numbers[spec.rows.num_rows] = [branch.row for branch in spec.branches]
+    assert numbers == {2: [0, 1, 0, 1, 0], 3: []}
 
 
 def test_which_weights_have_copies(monkeypatch):
