@@ -238,12 +238,17 @@ def test_copies_of_rows(schedule, num_stages, options, family, monkeypatch):
 def test_few_versions_have_branches(monkeypatch):
     """A stage with three versions of its weights would be compiled three times."""
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(UNROLLED, sums_apart=True))
-    batch = FAMILY.batches(1, 2 * N)[0]
-    numbers = {}
-    for num_stages in (3, 4):
-        spec = pipeline("pipedream/unit", num_stages)._program(batch).engine
-        numbers[spec.rows.num_rows] = [branch.row for branch in spec.branches]
-    assert numbers == {2: [0, 1, 0, 1, 0], 3: []}
+    rows_of_branches = {}
+    for num_microbatches in (1, 4):
+        pipe = jpipe.Pipeline(
+            FAMILY.layers,
+            loss=cross_entropy,
+            optimizer=optax.sgd(0.1),
+            schedule=jpipe.schedules.pipedream(3, num_microbatches, ticks="unit"),
+        )
+        spec = pipe._program(FAMILY.batches(1, 2 * num_microbatches)[0]).engine
+        rows_of_branches[spec.rows.num_rows] = [branch.row for branch in spec.branches]
+    assert rows_of_branches == {2: [0, 1, 0, 1, 0], 3: []}
 
 
 def test_which_weights_have_copies(monkeypatch):
