@@ -10,6 +10,7 @@ from jax import lax
 
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.spec import PassSpec
+from jpipe.engine.stage_branches import ANY, SPLIT, StageBranch
 from jpipe.engine.training import TrainingPass
 from jpipe.lowering.tick_scalars import LaneScalars
 from jpipe.mesh import DATA, STAGE
@@ -171,9 +172,7 @@ class StageContext:
         without an entry they are read where they are needed. See `runtime_index`.
       unrolls: whether no loop runs over the layers: see `jpipe.engine.pairs`.
       copied: the rings of stashes of which the stage gets a copy of its slot alone, `[1, ...]`.
-      position: the position of the stage on its device, where a branch is for this one alone: see
-        `TrainingPass.branches`.
-      row: the row of its weights, where a branch is for this one alone.
+      branch: what the branch that it runs in is for.
     """
 
     device: Device
@@ -182,8 +181,7 @@ class StageContext:
     columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(default_factory=dict)
     unrolls: bool = False
     copied: frozenset[str] = frozenset()
-    position: int = 0
-    row: int = 0
+    branch: StageBranch = StageBranch(ANY)
 
     @property
     def spec(self) -> PassSpec:
@@ -203,7 +201,8 @@ class StageContext:
         """The leading indices of the slot of a ring of stashes that the lane reads or writes."""
         if ring in self.copied:
             return lambda name: [0]
-        return self.device.lead(ring, self.scalars.slot(ring))
+        knows = ring == SPLIT and self.branch.slot != ANY
+        return self.device.lead(ring, self.branch.slot if knows else self.scalars.slot(ring))
 
     @property
     def has_slices(self) -> bool:
@@ -221,7 +220,7 @@ class StageContext:
 
         XLA for GPUs slices weights out of their array by a kernel of its own, unless it knows where they are.
         """
-        return self.device.lead("parameters", self.row if self.spec.rows_apart else self.scalars.row)
+        return self.device.lead("parameters", self.branch.row if self.spec.rows_apart else self.scalars.row)
 
     @property
     def joins(self) -> bool:

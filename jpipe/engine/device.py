@@ -68,7 +68,8 @@ from jpipe.engine.pairs import pair
 from jpipe.engine.scopes import Scope, lane_scope, ticks_text
 from jpipe.engine.shapes import microbatch_shapes
 from jpipe.engine.spec import ForwardPass, PassSpec
-from jpipe.engine.training import ANY_ROW, TrainingPass
+from jpipe.engine.stage_branches import number_of, position_of
+from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import TickRange
@@ -401,10 +402,10 @@ def _run_operation(
         lane = scalars.lane(name, j)
         stages = _stages(device, lane)
         number = lane.branch if spec.drops_branches else lane.program
-        if isinstance(device, TrainingDevice) and name in _operations_of_branches(device.spec):
-            row = lane.row if device.spec.rows_apart else jnp.int32(ANY_ROW)
-            number = _number_of((lane.program, lane.chunk, row), device.spec.branches)
-            stages = [dataclasses.replace(stages[p], position=chunk, row=r) for p, chunk, r in device.spec.branches]
+        chosen = device.spec.branches.of_operation(name) if isinstance(device, TrainingDevice) else ()
+        if chosen:
+            number = number_of(lane, chosen)
+            stages = [dataclasses.replace(stages[branch.program], branch=branch) for branch in chosen]
         branches = [
             _branch(name, stage) if _runs(spec, name, j, stage) else Branch(name, [], lambda written, _: written)
             for stage in stages
@@ -416,28 +417,14 @@ def _run_operation(
     return arrays
 
 
-def _operations_of_branches(spec: TrainingPass) -> Sequence[str]:
-    """The operations that run in `TrainingPass.branches`."""
-    return [*["forward"] * spec.rows_apart, "backward", "weight_grad"] if spec.branches else []
-
-
 def _run_pair(device: TrainingDevice, scalars: TickScalars, arrays: TickArrays) -> tuple[TickArrays, jax.Array]:
     """Runs a forward and a backward in one branch. Also returns bool `[]`, whether the device has both in this tick."""
     spec = device.spec
     lanes = scalars.lane("forward", 0), scalars.lane("backward", 0)
     forwards, backwards = (cast(Sequence[TrainingStage], _stages(device, lane)) for lane in lanes)
-    number = _number_of((lanes[0].program, lanes[1].program), spec.pairs)
+    number = position_of((lanes[0].program, lanes[1].program), spec.pairs)
     branches = [pair(forwards[p], backwards[q]) for p, q in spec.pairs]
     return run_one_of(spec.lowered.target, number, branches, arrays), number >= 0
-
-
-def _number_of(values: Sequence[jax.Array], choices: Sequence[Sequence[int]]) -> jax.Array:
-    """int32 `[]`: the position of some numbers among tuples of as many, -1 if they are not there."""
-    number = jnp.int32(-1)
-    for k, choice in enumerate(choices):
-        equal = [value == n for value, n in zip(values, choice, strict=True)]
-        number = jnp.where(functools.reduce(jnp.logical_and, equal), k, number)
-    return number
 
 
 def _stages(device: Device, lane: LaneScalars) -> Sequence[StageContext]:

@@ -24,6 +24,7 @@ from jpipe.engine.commit import (
     has_statistics,
 )
 from jpipe.engine.context import StageContext, TrainingStage
+from jpipe.engine.stage_branches import SPLIT
 from jpipe.engine.stage_layers import (
     StageWeights,
     add_gradients,
@@ -51,8 +52,8 @@ from jpipe.layers.backward import LayerProgram
 from jpipe.lowering.rings import HEAD_GRADIENT
 from jpipe.stages.cut import LayerRun, Stages
 
-FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
-# Rings by the operation that writes them: a forward, or a backward without weight gradient.
+FORWARD_STASHES = ["input_stash", "weight_stash"]
+"""The rings that a forward writes."""
 
 
 Stage = TypeVar("Stage", bound=StageContext)

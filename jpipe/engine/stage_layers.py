@@ -215,7 +215,7 @@ def add_gradients(
     column, row = stage.column("gradients"), stage.runtime_index(i)
 
     def add_plain(arrays: Packed, places: Sequence[Place], values: Sequence[jax.Array]) -> Packed:
-        arrays, places, values = stage.spec.sums.added(arrays, places, values, i, stage.position)
+        arrays, places, values = stage.spec.sums.added(arrays, places, values, i, stage.branch.position)
         return packing.add_all(arrays, places, column, values, row, joined=stage.joins)
 
     return sums.add(

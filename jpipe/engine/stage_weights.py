@@ -42,7 +42,7 @@ class StageWeights(NamedTuple):
     def of(cls, stage: StageContext, read: TickArrays, weight_pass: str) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         constants = read.mutable_state if "mutable_state" in read else {}
-        weights = WeightReader.of(stage.spec, read, weight_pass, stage.row)
+        weights = WeightReader.of(stage.spec, read, weight_pass, stage.branch.row)
         return cls(stage, weights, constants, _small_at_once(stage, weights.arrays))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:

@@ -13,6 +13,7 @@ import numpy as np
 from jpipe.engine.layout import StateLayout, layout_of
 from jpipe.engine.shapes import StatePackings
 from jpipe.engine.spec import PassSpec
+from jpipe.engine.stage_branches import StageBranches
 from jpipe.engine.state import gradient_shapes
 from jpipe.gradients.apart import ApartSums, apart_sums
 from jpipe.gradients.sums import FACTORS
@@ -36,26 +37,6 @@ from jpipe.stages.gradient_groups import (
 from jpipe.stages.messages import with_gradients
 from jpipe.stages.offload import Offload
 from jpipe.stages.optimizer import StageUpdates
-
-ANY_ROW = -1
-"""Of a branch that reads whatever row of the weights the scalars of the tick say."""
-
-MOST_VERSIONS = 2
-"""The most versions of weights for each of which an operation has a branch of its own: all are compiled."""
-
-
-class StageBranch(NamedTuple):
-    """What a branch of an operation is for.
-
-    Attributes:
-      program: the number of the program.
-      position: the position of the stage on its device.
-      row: the row of the weights; `ANY_ROW` if the branch is for all of them.
-    """
-
-    program: int
-    position: int
-    row: int
 
 
 class TiedCopy(NamedTuple):
@@ -276,27 +257,18 @@ class TrainingPass(PassSpec):
         return ApartSums() if self.late_sums.arrays else self.sums
 
     @functools.cached_property
-    def branches(self) -> list[StageBranch]:
-        """The branches of an operation that adds to sums, or reads weights if `rows_apart`; `[]`: one for each program,
-        because neither the position of a stage on its device nor the version of its weights matters.
-        """
+    def branches(self) -> StageBranches:
+        """The branches of the operations of columns. A branch of `pairs` knows a program alone."""
         if not self.target.sums_apart or self.pairs:
-            return []
-        program_of, versions = self.stages.program_of_stage, self.rows.num_versions
-        if self.lowered.num_chunks == 1:
-            has_few = 1 < self.rows.num_rows <= MOST_VERSIONS and not self.tick_stashes
-            each = {StageBranch(program_of[s], 0, row) for s, number in enumerate(versions) for row in range(number)}
-            return sorted(each) if has_few else []
-        copies = ((s, chunk) for s, of_stage in enumerate(self.lowered.copies) for _, chunk in of_stage)
-        apart = self.schedule.synchronous and not self.tick_stashes  # a stage has one version of its weights
-        branches = sorted({StageBranch(program_of[s], chunk, chunk if apart else ANY_ROW) for s, chunk in copies})
-        # Where a program tells the position, a branch for each position is no further branch.
-        return branches if self.sums.has_rows or len(branches) == len(self.stages.programs) else []
+            return StageBranches()
+        program_of = self.stages.program_of_stage
+        has_branches = not self.tick_stashes
+        return StageBranches.of(self.lowered, program_of, has_sums=self.sums.has_rows, branches_forward=has_branches)
 
     @property
     def rows_apart(self) -> bool:
         """See `PassSpec`."""
-        return any(branch.row != ANY_ROW for branch in self.branches)
+        return bool(self.branches.forward)
 
     @property
     def weight_dtype(self) -> np.dtype | None:
