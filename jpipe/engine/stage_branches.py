@@ -59,7 +59,7 @@ class StageBranches(NamedTuple):
 
     @classmethod
     def of(
-        cls, lowered: Lowered, program_of: Sequence[int], *, has_sums: bool, branches_forward: bool
+        cls, lowered: Lowered, program_of: Sequence[int], *, has_sums: bool, branches_forward: bool, knows_slots: bool
     ) -> "StageBranches":
         """The branches for a table.
 
@@ -68,6 +68,7 @@ class StageBranches(NamedTuple):
           program_of: the program of each stage.
           has_sums: whether the sums of each stage of a device are apart.
           branches_forward: whether forwards have branches.
+          knows_slots: whether a slot that is known saves copies.
         """
         positions = ((s, chunk) for s, of_stage in enumerate(lowered.copies) for _, chunk in of_stage)
         stages = sorted({StageBranch(program_of[s], chunk) for s, chunk in positions})
@@ -76,7 +77,7 @@ class StageBranches(NamedTuple):
         rows = _rows(lowered, program_of, stages) if branches_forward and few else {}
         forward = [stage._replace(row=row) for stage in stages for row in rows.get(stage, ())]
         backward = forward or (stages if has_sums else [])
-        if slots := _slots(lowered, program_of):
+        if knows_slots and (slots := _slots(lowered, program_of)):
             known = backward or stages
             backward = [branch._replace(slot=slot) for branch in known for slot in slots[branch._replace(row=ANY)]]
         return cls(tuple(forward), tuple(backward))

@@ -261,9 +261,15 @@ class TrainingPass(PassSpec):
         """The branches of the operations of columns. A branch of `pairs` knows a program alone."""
         if not self.target.sums_apart or self.pairs:
             return StageBranches()
-        program_of = self.stages.program_of_stage
-        has_branches = not self.tick_stashes
-        return StageBranches.of(self.lowered, program_of, has_sums=self.sums.has_rows, branches_forward=has_branches)
+        # cuDNN takes no slices, so a slot that is known would only keep XLA from fusing them with sums.
+        convolves = any(kind.forward_equations.holds({"conv_general_dilated"}) for kind in self.stages.layer_kinds)
+        return StageBranches.of(
+            self.lowered,
+            self.stages.program_of_stage,
+            has_sums=self.sums.has_rows,
+            branches_forward=not self.tick_stashes,
+            knows_slots=not convolves,
+        )
 
     @property
     def rows_apart(self) -> bool:

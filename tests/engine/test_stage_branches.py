@@ -21,9 +21,10 @@ FAMILY = FAMILIES["mlp"].in_dtype("float64")
 KEY = jax.random.key(0)
 
 
-def branches_of(table, program_of, has_sums=False, branches_forward=True):
+def branches_of(table, program_of, has_sums=False, branches_forward=True, knows_slots=True):
     lowered = lower(table, target=AS_ON_GPUS)
-    return StageBranches.of(lowered, program_of, has_sums=has_sums, branches_forward=branches_forward)
+    facts = {"has_sums": has_sums, "branches_forward": branches_forward, "knows_slots": knows_slots}
+    return StageBranches.of(lowered, program_of, **facts)
 
 
 def test_no_branch_beside_those_of_programs():
@@ -61,6 +62,7 @@ def test_slots_between_the_halves_of_a_backward():
     assert forward == ()
     assert [(branch.program, branch.slot) for branch in backward] == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
     assert branches_of(jpipe.schedules.zero_bubble_h1(6, 18), range(6)) == StageBranches()
+    assert branches_of(jpipe.schedules.zero_bubble_h1(3, 9), [0, 1, 2], knows_slots=False) == StageBranches()
 
 
 CASES = [
