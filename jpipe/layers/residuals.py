@@ -30,7 +30,8 @@ The equations that run again may read parameters, as those of a norm or a bias d
 forward. If the backward runs on these, a parameter is at hand too. In PipeMare, or with parameter hooks, it runs on
 others. There a parameter is stashed like another value: the cut chooses it, or what the forward has computed of it
 alone, where that is fewer bytes than what follows. It does for a norm, whose scale and bias are two rows beside the
-many of its result, and not for a matrix. The rest of the backward reads its own weights in all cases.
+many of its result, and not for a matrix. The bytes are those of whole arrays, also on a mesh that splits the rows of an
+activation and not a row of weights. The rest of the backward reads its own weights in all cases.
 
 References:
   Ford and Fulkerson, "Maximal flow through a network", 1956 (the cut).

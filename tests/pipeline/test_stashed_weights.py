@@ -11,7 +11,7 @@ import pytest
 from corrections import CORRECTIONS, corrected, none, paired_delay, unit_delay
 from families import cross_entropy
 from flax import nnx
-from helpers import assert_close, with_nan_buffers
+from helpers import assert_close, use_target, with_nan_buffers
 
 import jpipe
 from jpipe.layers.avals import num_bytes
@@ -188,6 +188,16 @@ SPLIT = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 @pytest.mark.sampled(11)
 def test_equals_the_definition(case):
+    check(case)
+
+
+def test_equals_the_definition_in_vectors(monkeypatch):
+    """As GPUs keep stashes: those of unlike layers side by side."""
+    use_target(monkeypatch, "gpu")
+    check(("transformer", "pipemare", 3, 1, "unit", "sgd", "T1+T2", {}))
+
+
+def check(case):
     model, name, S, N, ticks, optimizer, corrections, axes = case
     dtype = "float64"
     corrections, optimizer = CORRECTIONS[corrections], OPTIMIZERS[optimizer]
