@@ -80,6 +80,7 @@ def steps_with_delays(
     predicts=False,
     max_norm=None,
     spike=None,
+    mixed=None,
 ):
     """Asynchronous training from its definition, keeping every weight version of every stage.
 
@@ -102,6 +103,7 @@ def steps_with_delays(
       recompute: whether a backward computes a stage's activations again, from its inputs, by the weights it reads.
       annealing_steps, decay, predicts, max_norm: see above.
       spike: mu and eta of spike compensation, see above.
+      mixed: `(forward's weights, backward's, batch) -> (loss, gradients)`; None: `mlp_mixed_gradient`.
 
     Yields, after each microbatch: the losses so far, and stage -> the versions of its weights, which the caller may
       change: a list with None for layers of other stages.
@@ -120,6 +122,8 @@ def steps_with_delays(
     def gradient(forward, backward, batch):
         if backward is None:
             return jax.value_and_grad(lambda p: loss(model(p, batch["inputs"]), batch))(forward)
+        if mixed is not None:
+            return mixed(forward, backward, batch)
         again = stage_of_layer if recompute else None
         return mlp_mixed_gradient(forward, backward, batch, again)
 

@@ -6,7 +6,7 @@ of equations. All programs are slices of these lists:
     parameters, inputs ──> forward ──> outputs
                               │ residuals
         ┌─────────────────────┴──────────────────────┐
-        stash: depends on the inputs,                rebuilt: depends on the parameters alone, or on
+        stash: values of the forward,                rebuilt: depends on the parameters alone, or on
         kept once per microbatch                     the stash, in less time
 
     stash, rebuilt, output gradient ──> input_grad ──> input gradient
@@ -123,7 +123,7 @@ class LayerProgram:
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: the equations from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
-      rerun: what the backward computes again. If it reads weights, they must be those of its forward.
+      rerun: what the backward computes again. If parameters are at hand for that, they must be those of its forward.
       made: the programs for a value of `rerun`, made once.
       values: the inputs that it hands on, and all values of the stash in `input_stash`.
     """
@@ -158,9 +158,9 @@ class LayerProgram:
     made: Callable[[Rerun], "LayerProgram"]
     values: LayerValues
 
-    def rereading(self, weights: bool) -> "LayerProgram":
-        """The programs whose backward may read weights in what it computes again, or may not."""
-        rerun = dataclasses.replace(self.rerun, reads_weights=weights)
+    def rereading(self, weight_accesses: float) -> "LayerProgram":
+        """The programs whose backward reads weights in what it computes again as `Rerun` says."""
+        rerun = dataclasses.replace(self.rerun, weight_accesses=weight_accesses)
         return self if rerun == self.rerun else self.made(rerun)
 
     @property

@@ -26,9 +26,12 @@ run again. The idea is that of the partitioner of PyTorch 2.
 Frozen weights, and state that no call writes, are at hand whenever a backward runs, so they are never stashed. So are
 the values of `jpipe.whole_sequence`: what a slice has read of them, later slices have not changed.
 
-An elementwise equation may read parameters, and what elementwise equations compute of them, only if the
-backward runs on the weights of its forward. In PipeMare it runs on other weights, and what the forward
-has computed from its weights must stay.
+The equations that run again may read parameters, as those of a norm or a bias do. They need the parameters of the
+forward. If the backward runs on these, a parameter is at hand too. In PipeMare, or with parameter hooks, it runs on
+others. There a parameter is stashed like another value: the cut chooses it, or what the forward has computed of it
+alone, where that is fewer bytes than what follows. It does for a norm, whose scale and bias are two rows beside the
+many of its result, and not for a matrix. The bytes are those of whole arrays, also on a mesh that splits the rows of an
+activation and not a row of weights. The rest of the backward reads its own weights in all cases.
 
 References:
   Ford and Fulkerson, "Maximal flow through a network", 1956 (the cut).
@@ -51,20 +54,25 @@ from jpipe.layers.vjp import Arguments, Forward
 FUSED = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze", "transpose"}
 COPIES = {"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"}
 
+AT_HAND, STASHED, UNREAD = 0, 2, math.inf
+"""How often a stash moves the bytes of a parameter that equations read which run again.
+
+At `AT_HAND` the backward runs on the weights of its forward, at `STASHED` on others. At `UNREAD` no equation that reads
+a parameter runs again."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Rerun:
     """What a backward may compute again rather than read from the stash.
 
     Attributes:
-      reads_weights: whether elementwise equations may read parameters, because the backward runs on the weights of its
-        forward.
+      weight_accesses: how often a stash moves the bytes of a parameter: `AT_HAND`, `STASHED` or `UNREAD`.
       flops_per_byte: the FLOPs that take as long as a byte that is written or read. At 0 only elementwise equations
         run again.
       compares_results: whether a ReLU's derivative reads its result, see `jpipe.layers.rectified`.
     """
 
-    reads_weights: bool = False
+    weight_accesses: float = UNREAD
     flops_per_byte: float = 0.0
     compares_results: bool = False
 
@@ -101,18 +109,18 @@ class Residuals:
 
     Attributes:
       forward: the equations of the forward.
-      at_hand: the variables of the forward that the backward gets again: parameters, then constants, then inputs that
-        are kept, then the results of `appended` on these.
-      repeated: for each of these results, the position in `at_hand` of the input whose value it has in the backward.
-      varying: the variables of the forward that depend on more than these.
+      weights: the parameters and the constants, in the order in which the backward gets them.
+      at_hand: the variables of the forward whose values the backward has, for what it computes again -> the position
+        of this value in what it gets: parameters, then constants, then inputs that are kept.
+      varying: the variables of the forward that depend on more than `weights`.
       stash: the stashed variables of the forward, each once.
       inputs: the residual inputs of the backward.
       source: residual input of the backward -> variable or literal of the forward.
     """
 
     forward: Equations
-    at_hand: tuple
-    repeated: tuple[int, ...]
+    weights: tuple
+    at_hand: dict[Any, int]
     varying: set
     stash: list
     inputs: tuple
@@ -139,32 +147,26 @@ class Residuals:
         equations = forward.equations
         parameters, given, extra = map(tuple, arguments.split(equations.inputs))
         constant = tuple(extra[i] for i in constants)
-        at_hand = (*parameters, *constant, *(given[i] for i in kept))
-        position = {v: i for i, v in enumerate(at_hand)}
-        results = {
+        weights = (*parameters, *constant)
+        position = {v: i for i, v in enumerate((*weights, *(given[i] for i in kept)))}
+        # The results of `appended` on what is kept have its values in the backward.
+        position |= {
             eqn.outvars[0]: position[eqn.invars[0]]
             for eqn in equations.equations
             if eqn.primitive is appended_p and contains(position, eqn.invars[0])
         }
-        kept_values = {*at_hand[len(parameters) + len(constant) :], *results}
         handed_on = {*variables(forward.results[: len(forward.outputs)])}.intersection(equations.inputs)
-        frozen = tuple(v for j, v in enumerate(parameters) if j not in trained)
-        varying = equations.depending_on(set(equations.inputs).difference((*parameters, *constant)))
-        wanted = [v for v in variables(forward.residuals) if v in varying]
+        accesses = dict.fromkeys(handed_on, 1) | dict.fromkeys(position, AT_HAND)
+        accesses |= dict.fromkeys((parameters[j] for j in trained), rerun.weight_accesses)
+        varying = equations.depending_on(set(equations.inputs).difference(weights))
         inputs = backward.inputs[: len(forward.residuals)]
         return cls(
             forward=equations,
-            at_hand=(*at_hand, *results),
-            repeated=tuple(results.values()),
+            weights=weights,
+            at_hand={v: i for v, i in position.items() if accesses[v] == AT_HAND},
             varying=varying,
             stash=cheapest_stash(
-                equations,
-                [parameters[j] for j in trained],
-                (*frozen, *constant),
-                varying,
-                wanted,
-                rerun=rerun,
-                accesses=dict.fromkeys(handed_on, 1) | dict.fromkeys(kept_values, 0),
+                equations, weights, [v for v in variables(forward.residuals) if v in varying], rerun, accesses
             ),
             inputs=inputs,
             source=dict(zip(inputs, forward.residuals)),
@@ -180,15 +182,11 @@ class Residuals:
         used = equations.read()
         sources = [self.source[v] if v in used else None for v in self.inputs]
         wanted = dict.fromkeys(variables(s for s in sources if s is not None))
-        rebuild = self.forward.slice((*self.at_hand, *self.stash), tuple(wanted))
-        read = rebuild.read()
-        return Reader(
-            equations,
-            rebuild,
-            sources,
-            {i for i, v in enumerate(self.stash) if v in read},
-            self.repeated,
-        )
+        of_weights = self.forward.slice(self.weights, [v for v in wanted if v not in self.varying])
+        again = self.forward.slice((*self.at_hand, *self.stash), [v for v in wanted if v in self.varying])
+        read = again.read()
+        reads = {i for i, v in enumerate(self.stash) if v in read}
+        return Reader(equations, of_weights, again, tuple(self.at_hand.values()), sources, reads)
 
 
 class Reader(NamedTuple):
@@ -196,28 +194,31 @@ class Reader(NamedTuple):
 
     Attributes:
       equations: the backward equations.
-      rebuild: computes residuals from the parameters, the constants and the stash.
+      of_weights: computes the residuals that depend on the parameters and the constants alone.
+      again: computes the other residuals from values at hand and the stash.
+      at_hand: the positions of these values in what the backward gets.
       sources: per residual input, the forward's variable or literal, or None if nothing reads it.
       reads: the positions in the stash that are read.
-      repeated: see `Residuals`.
     """
 
     equations: Equations
-    rebuild: Equations
+    of_weights: Equations
+    again: Equations
+    at_hand: tuple[int, ...]
     sources: list
     reads: set[int]
-    repeated: tuple[int, ...] = ()
 
-    def run(self, at_hand: Sequence, stash: Sequence, others: Sequence) -> list:
+    def run(self, given: Sequence, stash: Sequence, others: Sequence) -> list:
         """Evaluates the equations.
 
         Args:
-          at_hand: parameters, then constants, then inputs that are kept.
+          given: parameters, then constants, then inputs that are kept.
           stash: the stash.
           others: the inputs of the equations after the residuals.
         """
-        values = self.rebuild(*at_hand, *(at_hand[i] for i in self.repeated), *stash)
-        env = dict(zip(self.rebuild.outputs, values))
+        weights = given[: len(self.of_weights.inputs)]
+        env = dict(zip(self.of_weights.outputs, self.of_weights(*weights)))
+        env |= zip(self.again.outputs, self.again(*(given[i] for i in self.at_hand), *stash))
         residuals = [None if s is None else value_of(env, s) for s in self.sources]
         return self.equations(*residuals, *others)
 
@@ -227,9 +228,7 @@ class Reader(NamedTuple):
 
 def cheapest_stash(
     forward: Equations,
-    parameters: Sequence,
-    fixed: Sequence,
-    varying: set,
+    weights: Sequence,
     residuals: Iterable,
     rerun: Rerun,
     accesses: Mapping,
@@ -240,47 +239,36 @@ def cheapest_stash(
 
     Args:
       forward: the equations of the forward.
-      parameters: the inputs that are trained parameters.
-      fixed: the inputs that never change; elementwise equations may read them.
-      varying: the variables that depend on more than these.
-      residuals: variables in `varying`.
+      weights: the inputs that are parameters or constants.
+      residuals: variables that depend on other inputs too.
       rerun: what may run again, and how long it takes.
-      accesses: variables in `varying` -> how often a stash moves their bytes; 2 times without an entry. What is handed
-        on is written once for all layers of a stage. 0 for what the backward gets again without a stash.
+      accesses: inputs, and other variables -> how often a stash moves their bytes; 2 times without an entry. What is
+        handed on is written once for all layers of a stage. `AT_HAND` for what the backward gets again.
 
     Returns:
       The variables in the order in which the forward computes them.
     """
-    of_weights = forward.depending_on({*parameters, *fixed}) - varying
-    # What an elementwise equation may not read: what takes time to compute of the weights would be computed again.
-    refused = of_weights - set(fixed)
-    if rerun.reads_weights:
-        refused -= set(parameters)
-    order = [v for v in forward.inputs if v in varying]
+    moving = forward.depending_on(forward.inputs)
+    of_weights = forward.depending_on(weights) - forward.depending_on(set(forward.inputs).difference(weights))
     network = Network()
-    for v in order:
+    for v in forward.inputs:
         network.connect(SOURCE, (v, "in"))
     for i, eqn in enumerate(forward.equations):
-        results = [v for v in eqn.outvars if v in varying]
-        order += results
-        operands = variables(eqn.invars)
+        operands = [u for u in variables(eqn.invars) if u in moving]
         time = rerun.time(eqn)
-        if not (refused if time == 0 else of_weights).isdisjoint(operands):
+        if time > 0 and not of_weights.isdisjoint(operands):
             time = math.inf
-        if time < math.inf:
-            refused.difference_update(eqn.outvars)
-        if not results:
-            continue
         # An equation runs again if it is on the side of the sink.
         network.connect(SOURCE, i, time)
-        for u in operands:
-            if u in varying and time < math.inf:
-                network.connect((u, "out"), i)
-        for v in results:
+        for u in operands if time < math.inf else ():
+            network.connect((u, "out"), i)
+        for v in eqn.outvars if operands else ():
             network.connect(i, (v, "in"))
+    order = [*forward.inputs, *(v for eqn in forward.equations for v in eqn.outvars if v in moving)]
     for v in order:
-        network.connect((v, "in"), (v, "out"), accesses.get(v, 2) * num_bytes([v.aval]))
+        times = accesses.get(v, max(STASHED, rerun.weight_accesses) if v in of_weights else STASHED)
+        network.connect((v, "in"), (v, "out"), times and times * max(num_bytes([v.aval]), 1))
     for v in dict.fromkeys(residuals):
         network.connect((v, "out"), SINK)
     after = network.sink_side()
-    return [v for v in order if (v, "out") in after and (v, "in") not in after and accesses.get(v, 2)]
+    return [v for v in order if (v, "out") in after and (v, "in") not in after and accesses.get(v, STASHED)]

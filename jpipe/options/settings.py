@@ -40,7 +40,7 @@ from jpipe.segments.placement import Placement, StepGraph
 from jpipe.segments.trace import Tracing
 from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
-from jpipe.stages.extra_args import hooked_passes, keeps_stash, read_delays, rereads_weights
+from jpipe.stages.extra_args import hooked_passes, keeps_stash, read_delays, weight_accesses
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.ties import resolve_ties
 from jpipe.stages.vocabulary_table import check_table
@@ -272,7 +272,7 @@ class Settings:
         if not keeps_stash(self.schedule):
             return ELEMENTWISE_ONLY
         target = target_of(self.platform)
-        return Rerun(rereads_weights(self.schedule, self.hooks), target.flops_per_byte, target.compares_results)
+        return Rerun(weight_accesses(self.schedule, self.hooks), target.flops_per_byte, target.compares_results)
 
     def _layer_splits(self, layers: Sequence[Layer], microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """The split of each layer by the strategy; `()` without one."""

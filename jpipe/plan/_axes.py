@@ -22,6 +22,7 @@ from jpipe.plan._exchanges import Axis, exchanges_of
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._parts import Avals, part, parts, scaled, with_parts_of_weights
 from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.plan._stashes import stashes_of
 
 PLANNED_AXES = (EXPERT, CONTEXT)
 """The axes of a mesh that plans may have, in the order of the mesh."""
@@ -97,16 +98,16 @@ class _Split:
     def of(cls, program: LayerProgram, specs: tuple, values: ValueSplit, mesh: Mesh) -> "_Split":
         group = compilers_part(mesh)
         assert group is not None
-        stashes: dict[str, Any] = {}
-        for prefix, rereads in (("", True), ("full_", False)):
-            rerun = program.rereading(rereads)
+        split_residuals: list[Avals] = []
+
+        def local(rerun: LayerProgram) -> Avals:
             kept_specs = KeptSpecs([rerun], [specs], values, mesh)
-            local = parts(rerun.stash, kept_specs.stash[0], group.shape)
-            for name in ("input_stash", "weight_stash"):
-                stashes[prefix + name] = tuple(local[i] for i in getattr(rerun, name))
-            stashes[f"{prefix}values"] = rerun.values_of_table
             if rerun is program:
-                stashes["split_residuals"] = parts(rerun.split_residuals, kept_specs.split_residuals[0], group.shape)
+                split_residuals.append(parts(rerun.split_residuals, kept_specs.split_residuals[0], group.shape))
+            return parts(rerun.stash, kept_specs.stash[0], group.shape)
+
+        stashes = stashes_of(program, local)
+        stashes["split_residuals"] = split_residuals[0]
         return cls(
             values,
             _share(program.outputs, values),
@@ -120,12 +121,11 @@ class _Split:
     def of_loss(cls, traced: TrainingTrace, sizes: Mapping[str, int]) -> "_Split":
         """The loss is split like its inputs, and what it sends are single numbers."""
         values, loss = traced.values, traced.loss
-        stashes: dict[str, Any] = {"split_residuals": loss.split_residuals}
-        for prefix, rereads in (("", True), ("full_", False)):
-            rerun = loss.rereading(rereads)
-            for name in ("input_stash", "weight_stash"):
-                stashes[prefix + name] = tuple(part(a, values.spec(a.shape), sizes) for a in rerun.stashed(name))
-            stashes[f"{prefix}values"] = rerun.values_of_table
+
+        def local(rerun: LayerProgram) -> Avals:
+            return tuple(part(a, values.spec(a.shape), sizes) for a in rerun.stash)
+
+        stashes = {**stashes_of(loss, local), "split_residuals": loss.split_residuals}
         return cls(values, _share(loss.inputs, values), (), (), stashes, ())
 
     def of_layer(self, layer: LayerProfile) -> LayerProfile:

@@ -19,14 +19,16 @@ import jax
 from jpipe._util.foreign import read_json, shown
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerValues
+from jpipe.layers.residuals import AT_HAND, STASHED, UNREAD
 from jpipe.plan._exchanges import Axis, Exchange
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
+from jpipe.plan._stashes import Stash
 from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Machine, Node, min_max
-from jpipe.stages.extra_args import rereads_weights
+from jpipe.stages.extra_args import weight_accesses
 
-_FORMAT = "jpipe profile 6"
+_FORMAT = "jpipe profile 7"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +54,8 @@ class LayerProfile:
       input_stash: arrays kept from the forward for the input gradient alone.
       weight_stash: arrays kept from the forward for the weight gradient, and perhaps for the
         input gradient too.
-      full_input_stash, full_weight_stash: the same stashes if the backward computes nothing again from
-        weights.
+      stale_stash: both stashes where backwards run on other weights than their forwards.
+      whole_stash: both stashes if the backward computes nothing again from weights.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
       parameters: the weights that are trained.
       gradients: the arrays in which their gradients are summed over microbatches.
@@ -65,7 +67,7 @@ class LayerProfile:
       pop: names of the skips that end here.
       frozen: the weights that are not trained.
       exchanges: what a device sends to the others that share the layer, see `Profile.axes`.
-      values, full_values: the values that other layers may have as well, of the two stashes and of the full ones.
+      values: the values of `input_stash` and `weight_stash` that other layers may have as well.
       reads_moved_state: whether its training reads mutable state that the same call moves, so that nothing can run the
         call again.
     """
@@ -82,8 +84,8 @@ class LayerProfile:
     skips: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     input_stash: tuple[jax.ShapeDtypeStruct, ...]
     weight_stash: tuple[jax.ShapeDtypeStruct, ...]
-    full_input_stash: tuple[jax.ShapeDtypeStruct, ...]
-    full_weight_stash: tuple[jax.ShapeDtypeStruct, ...]
+    stale_stash: Stash
+    whole_stash: Stash
     split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     gradients: tuple[jax.ShapeDtypeStruct, ...]
@@ -96,35 +98,30 @@ class LayerProfile:
     frozen: tuple[jax.ShapeDtypeStruct, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
     values: LayerValues = LayerValues()
-    full_values: LayerValues = LayerValues()
     reads_moved_state: bool = False
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
         return getattr(self, name)
 
-    def in_table(self, rereads_weights: bool, splits_backward: bool) -> "LayerProfile":
+    def in_table(self, weight_accesses: float, splits_backward: bool) -> "LayerProfile":
         """The layer with the stash that a table needs.
 
         Args:
-          rereads_weights: whether its backwards compute again from weights.
-          splits_backward: whether it splits backwards. If not, all of the stash is read at one time.
+          weight_accesses: what it takes its backwards to read weights again.
+          splits_backward: whether it splits backwards.
         """
-        for_inputs, for_weights, values = self.full_input_stash, self.full_weight_stash, self.full_values
-        if rereads_weights:
-            for_inputs, for_weights, values = self.input_stash, self.weight_stash, self.values
+        at_hand = Stash(self.input_stash, self.weight_stash, self.values)
+        kept = {AT_HAND: at_hand, STASHED: self.stale_stash, UNREAD: self.whole_stash}[weight_accesses]
         if not splits_backward:
-            for_inputs, for_weights = (*for_inputs, *for_weights), ()
-            all_values = (*values.input_stash, *values.weight_stash)
-            values = dataclasses.replace(values, input_stash=all_values, weight_stash=())
+            kept = kept.joined
         return dataclasses.replace(
             self,
-            input_stash=for_inputs,
-            weight_stash=for_weights,
-            full_input_stash=for_inputs,
-            full_weight_stash=for_weights,
-            values=values,
-            full_values=values,
+            input_stash=kept.for_inputs,
+            weight_stash=kept.for_weights,
+            values=kept.values,
+            stale_stash=kept,
+            whole_stash=kept,
         )
 
     @property
@@ -292,7 +289,7 @@ class Profile:
 
     def in_table(self, schedule: Schedule) -> "Profile":
         """The profile with the stashes that a table needs, see `LayerProfile.in_table`."""
-        kind_of_table = rereads_weights(schedule, self.reads), schedule.splits_backward
+        kind_of_table = weight_accesses(schedule, self.reads), schedule.splits_backward
         return dataclasses.replace(
             self,
             layers=tuple(layer.in_table(*kind_of_table) for layer in self.layers),

@@ -22,6 +22,7 @@ from jpipe.plan._loops import PROGRAMS, Measured, ProgressBar, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.plan._stashes import stashes_of
 from jpipe.stages.extra_args import STALE_PARAMS
 from jpipe.stages.flat_update import flat_update
 
@@ -183,17 +184,11 @@ def _record(
 ) -> LayerProfile:
     seconds: dict[str, Any] = {p: measured[p].seconds if p in measured else None for p in PROGRAMS}
     activations, *skips = (abstract(tuple(jax.tree.leaves(y))) for y in outputs)
-    small, full = program.rereading(True), program.rereading(False)
     return LayerProfile(
         **seconds,
         activations=activations,
         skips=tuple(skips),
-        input_stash=small.stashed("input_stash"),
-        weight_stash=small.stashed("weight_stash"),
-        full_input_stash=full.stashed("input_stash"),
-        full_weight_stash=full.stashed("weight_stash"),
-        values=small.values_of_table,
-        full_values=full.values_of_table,
+        **stashes_of(program, lambda rerun: rerun.stash),
         split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,

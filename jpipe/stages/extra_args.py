@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jpipe.layers.residuals import AT_HAND, STASHED, UNREAD
 from jpipe.schedule import Schedule
 
 
@@ -98,17 +99,18 @@ def keeps_stash(schedule: Schedule) -> bool:
     return bool((schedule.forward_ticks() != schedule.weight_grad_ticks()).any())
 
 
-def rereads_weights(schedule: Schedule, readers: Iterable[str]) -> bool:
-    """Returns whether backwards compute again the values that follow from stash and weights element by element.
+def weight_accesses(schedule: Schedule, readers: Iterable[str]) -> float:
+    """Returns what it takes a backward to read weights in the equations that it computes again, see `Rerun`.
 
-    Every backward must run on the weights of its forward, and a stash must be kept.
+    Nothing, if every backward runs on the weights of its forward; else a place in the stash. If no stash is kept,
+    nothing that reads weights runs again.
 
     Args:
       schedule: the table.
       readers: see `hooked_passes`.
     """
-    if hooked_passes(schedule, readers):
-        return False
-    if (schedule.forward_versions() != schedule.backward_versions()).any():
-        return False
-    return keeps_stash(schedule)
+    if not keeps_stash(schedule):
+        return UNREAD
+    if hooked_passes(schedule, readers) or (schedule.forward_versions() != schedule.backward_versions()).any():
+        return STASHED
+    return AT_HAND

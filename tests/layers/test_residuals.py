@@ -11,22 +11,29 @@ import pytest
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import trace_layer
 from jpipe.layers.equations import Equations, variables
-from jpipe.layers.residuals import Rerun, cheapest_stash
+from jpipe.layers.residuals import AT_HAND, STASHED, UNREAD, Rerun, cheapest_stash
 
 CHEAP = {"add", "mul", "exp", "convert_element_type", "broadcast_in_dim", "reshape", "transpose"}
 FLOPS_PER_BYTE = 4
 
 
-def random_program(seed, products=False):
-    """A forward of nine equations of x [4, 4], a parameter and earlier values, and its residuals."""
-    rng = np.random.default_rng(seed)
+SHAPES = ((), (4,), (4, 4), (4, 4))
+"""Of the parameters and the input of random programs: a number, a row, a matrix as large as the input."""
 
-    def function(p, x):
+
+def random_program(seed, products=False):
+    """A forward of nine equations of parameters, an input and earlier values, and its residuals."""
+    return Equations.trace(random_function(seed, products), *(jax.ShapeDtypeStruct(s, "f4") for s in SHAPES))
+
+
+def random_function(seed, products=False):
+    def function(p, q, w, x):
+        rng = np.random.default_rng(seed)
         values = [x]
         for _ in range(9):
             a, b = (values[i] for i in rng.integers(len(values), size=2))
             narrow = [v for v in values if v.shape == (4, 1)]
-            kinds = ["exp", "add", "mul", "sum", "sin", "half", "p", "of p"]
+            kinds = ["exp", "add", "mul", "sum", "sin", "half", "p", "q", "w", "of p"]
             kind = rng.choice([*kinds, "product", "product", "rows"] if products else kinds)
             if kind == "exp":
                 new = jnp.exp(a)
@@ -48,13 +55,16 @@ def random_program(seed, products=False):
                 new = jnp.concatenate([a, a])[2:6]
             elif kind == "p":
                 new = a * p.astype(a.dtype)
+            elif kind == "q":
+                new = a * q.astype(a.dtype)[None]
+            elif kind == "w":
+                new = a * jnp.exp(w).astype(a.dtype)
             else:
                 new = a * jnp.cumsum(p.reshape(1, 1), 0).astype(a.dtype)
             values.append(new)
         return [values[i] for i in rng.choice(10, size=3, replace=False)]
 
-    shapes = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((4, 4), "f4")
-    return Equations.trace(function, *shapes)
+    return function
 
 
 def time_of(eqn):
@@ -70,32 +80,42 @@ def time_of(eqn):
     return None
 
 
-def time_with(program, kept, residuals, rereads_weights, products):
+def time_with(program, kept, residuals, weight_accesses, products):
     """The time of a stash and of what runs again to compute the residuals of it; infinite if it is not enough."""
-    parameter = program.inputs[0]
-    of_weights = program.depending_on([parameter])
+    parameters = program.inputs[:3]
+    of_weights = program.depending_on(parameters) - varying_of(program)
     producers = {v: eqn for eqn in program.equations for v in eqn.outvars}
     waiting, reruns, seen = list(residuals), {}, set()
+    if weight_accesses == UNREAD and not of_weights.isdisjoint(kept):
+        return math.inf
     while waiting:
         v = waiting.pop()
         if v in kept or v in seen or v in program.constants:
             continue
         seen.add(v)
-        if v is parameter and rereads_weights:
+        if v in parameters and weight_accesses == AT_HAND:
             continue
         eqn = producers.get(v)
         time = None if eqn is None else time_of(eqn) if products or eqn.primitive.name in CHEAP else None
-        if time is None or (
-            time and any(u in of_weights and u not in varying_of(program) for u in variables(eqn.invars))
-        ):
+        if time is None or (time and not of_weights.isdisjoint(variables(eqn.invars))):
             return math.inf
         reruns[id(eqn)] = time
         waiting += variables(eqn.invars)
     return 2 * bytes_of(kept) + sum(reruns.values())
 
 
+def needed_for(program, residuals):
+    """The variables that the residuals depend on."""
+    needed = set(residuals)
+    for eqn in reversed(program.equations):
+        if needed.intersection(eqn.outvars):
+            needed.update(variables(eqn.invars))
+    moving = program.depending_on(program.inputs)
+    return [v for v in (*program.inputs, *(v for e in program.equations for v in e.outvars)) if v in needed & moving]
+
+
 def varying_of(program):
-    return program.depending_on(program.inputs[1:])
+    return program.depending_on(program.inputs[3:])
 
 
 def bytes_of(stash):
@@ -103,20 +123,22 @@ def bytes_of(stash):
 
 
 @pytest.mark.parametrize("products", [False, True])
-@pytest.mark.parametrize("rereads_weights", [False, True])
+@pytest.mark.parametrize("weight_accesses", [AT_HAND, STASHED, UNREAD])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.sampled(3, others="exhaustive")
-def test_no_stash_is_cheaper(seed, rereads_weights, products):
+def test_no_stash_is_cheaper(seed, weight_accesses, products):
     program = random_program(seed, products)
-    varying = varying_of(program)
-    residuals = [v for v in variables(program.outputs) if v in varying]
-    rerun = Rerun(rereads_weights, FLOPS_PER_BYTE if products else 0)
-    stash = cheapest_stash(program, program.inputs[:1], (), varying, residuals, rerun, {})
+    parameters = program.inputs[:3]
+    residuals = [v for v in variables(program.outputs) if v in varying_of(program)]
+    rerun = Rerun(weight_accesses, FLOPS_PER_BYTE if products else 0)
+    accesses = dict.fromkeys(parameters, weight_accesses)
+    stash = cheapest_stash(program, parameters, residuals, rerun, accesses)
 
     def time(kept):
-        return time_with(program, kept, residuals, rereads_weights, products)
+        return time_with(program, kept, residuals, weight_accesses, products)
 
-    subsets = (kept for count in range(len(varying) + 1) for kept in itertools.combinations(list(varying), count))
+    nodes = needed_for(program, residuals)
+    subsets = (kept for count in range(len(nodes) + 1) for kept in itertools.combinations(nodes, count))
     assert time(stash) == min(map(time, subsets)) < math.inf
 
 
@@ -161,19 +183,21 @@ def layer_norm_and_product(p, x, _):
 def test_a_backward_on_the_weights_of_its_forward_normalises_again():
     p = jax.ShapeDtypeStruct((8,), "f4"), jax.ShapeDtypeStruct((8, 3), "f4")
     x = jax.ShapeDtypeStruct((2, 8), "f4")
-    kind = trace_layer(layer_norm_and_product, p, x, rerun=Rerun(reads_weights=True))
+    kind = trace_layer(layer_norm_and_product, p, x, rerun=Rerun(AT_HAND))
     shapes = sorted(a.shape for a in kind.stash)
     assert shapes == [(2, 1), (2, 3), (2, 8)]
-    on_any = kind.rereading(False)
-    assert sum(a.shape == (2, 8) for a in on_any.stash) == 2
-    assert on_any.rereading(True).stash == kind.stash
+    on_others = kind.rereading(STASHED)
+    assert sorted(a.shape for a in on_others.stash) == [(1, 8), (2, 1), (2, 3), (2, 8)]
+    whole = kind.rereading(UNREAD)
+    assert sum(a.shape == (2, 8) for a in whole.stash) == 2
+    assert whole.rereading(AT_HAND).stash == kind.stash
 
 
 def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
     rng = np.random.default_rng(0)
     scale, kernel, x, gy = (rng.normal(size=shape).astype("f4") for shape in [(8,), (8, 3), (2, 8), (2, 3)])
     p = scale, kernel
-    kind = trace_layer(layer_norm_and_product, p, x, rerun=Rerun(reads_weights=True))
+    kind = trace_layer(layer_norm_and_product, p, x, rerun=Rerun(AT_HAND))
     _, vjp = jax.vjp(lambda p, x: layer_norm_and_product(p, x, ()), p, x)
     want_p, want_x = vjp(gy)
     _, stash, _ = kind.forward_and_stash(p, [x])
@@ -185,15 +209,79 @@ def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_what_takes_time_to_compute_of_weights_is_not_computed_again():
-    """The product of two weights is not cheap, so `x` does not replace what it is multiplied with."""
+@pytest.mark.parametrize("weight_accesses", [AT_HAND, STASHED])
+def test_what_takes_time_to_compute_of_weights_is_not_computed_again(weight_accesses):
+    """The product of two weights is not cheap, so its sum is stashed."""
 
     def layer(p, x, _):
         return jnp.tanh(x * (p @ p).sum())
 
     p, x = jax.ShapeDtypeStruct((4, 4), "f4"), jax.ShapeDtypeStruct((2, 8), "f4")
-    kind = trace_layer(layer, p, x, rerun=Rerun(reads_weights=True))
-    assert [a.shape for a in kind.stash] == [(2, 8), (2, 8)]
+    kind = trace_layer(layer, p, x, rerun=Rerun(weight_accesses))
+    assert [a.shape for a in kind.stash] == [(2, 8), ()]
+
+
+def test_a_parameter_is_stashed_in_the_dtype_that_it_is_cast_to():
+    def layer(p, x, _):
+        return layer_norm_and_product([a.astype(jnp.bfloat16) for a in p], x, _)
+
+    p = jax.ShapeDtypeStruct((8,), "f4"), jax.ShapeDtypeStruct((8, 3), "f4")
+    x = jax.ShapeDtypeStruct((2, 8), "bfloat16")
+    stash = trace_layer(layer, p, x, rerun=Rerun(STASHED)).stash
+    assert [str(a.dtype) for a in stash if a.shape == (1, 8)] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_parameter_is_stashed_where_it_is_smaller_than_what_follows_from_it(rows):
+    """A table of positions is, if a microbatch has more rows than one."""
+
+    def layer(p, x, _):
+        positions = jnp.cumsum(x, 1)
+        return jnp.tanh(positions + p[None]) * positions
+
+    p, x = jax.ShapeDtypeStruct((4, 8), "f4"), jax.ShapeDtypeStruct((rows, 4, 8), "f4")
+    kind = trace_layer(layer, p, x, rerun=Rerun(STASHED))
+    assert sorted(a.shape for a in kind.stash) == sorted([(rows, 4, 8), (1, 4, 8)])
+    p, x = jnp.ones((4, 8)), jnp.ones((rows, 4, 8))
+    _, stash, _ = kind.forward_and_stash([p], [x])
+    assert any(bool((value[0] == p).all()) for value in stash) == (rows > 1)
+
+
+@pytest.mark.parametrize("products", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sampled(3, others="exhaustive")
+def test_a_backward_on_other_weights_is_the_same_whatever_is_stashed(seed, products):
+    """What the forward has computed is that of its weights, and the rest of the backward reads its own."""
+    function = random_function(seed, products)
+    rng = np.random.default_rng(seed)
+    *p, x = (rng.uniform(0.2, 0.6, shape).astype("f4") for shape in SHAPES)
+    others = [rng.uniform(0.2, 0.6, shape).astype("f4") for shape in SHAPES[:-1]]
+    whole = trace_layer(lambda p, x, _: function(*p, x), p, x)
+    _, stash, _ = whole.forward_and_stash(p, [x])
+    gradients = [rng.normal(size=y.shape).astype(y.dtype) for y in whole.outputs]
+    want_p, want_x = whole.backward(others, stash, gradients)
+    kind = trace_layer(lambda p, x, _: function(*p, x), p, x, rerun=Rerun(STASHED, FLOPS_PER_BYTE * products))
+    _, stash, _ = kind.forward_and_stash(p, [x])
+    of_p, of_x = kind.backward(others, stash, gradients)
+    also_x, left = kind.input_grad(others, stash, gradients)
+    only = [v if j in kind.weight_stash else None for j, v in enumerate(stash)]
+    also_p = kind.weight_grad(others, only, left)
+    for got in ([*of_p, *of_x], [*also_p, *also_x]):
+        for a, b in zip(got, [*want_p, *want_x], strict=True):
+            assert np.isfinite(b).all()
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+def test_random_programs_stash_parameters():
+    """Else the tests above would not test them."""
+    shapes = []
+    for seed in range(20):
+        function = random_function(seed)
+        p, x = [jnp.zeros(s) for s in SHAPES[:-1]], jnp.zeros(SHAPES[-1])
+        kind = trace_layer(lambda p, x, _, function=function: function(*p, x), p, x, rerun=Rerun(STASHED))
+        shapes.append({a.shape for a in kind.stash})
+    assert sum(shape in {(), (1, 1)} for kept in shapes for shape in kept) >= 5
+    assert sum((1, 4) in kept for kept in shapes) >= 2
 
 
 def test_what_depends_on_weights_is_not_computed_from_other_weights():

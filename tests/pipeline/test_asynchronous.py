@@ -1,41 +1,15 @@
 """Asynchronous pipelines compute what their definitions say, with delays from formulas and every version kept."""
 
-import functools
-import math
-
 import jax
 import numpy as np
 import optax
 import oracles
 import pytest
+from corrections import CORRECTIONS, SPIKE, corrected, none, paired_delay, unit_delay
 from families import FAMILIES, cross_entropy, slow
 from helpers import assert_close, with_nan_buffers
 
 import jpipe
-
-
-def paired_delay(S, N):
-    """PipeMare's: forward at slot k + s, backward 2 (S - 1 - s) + 1 later, an update when a minibatch is complete."""
-
-    def delay(s, j):
-        # Versions not yet written when microbatch j of its minibatch runs forward: those of backwards due later.
-        return math.ceil((2 * (S - 1 - s) + 1 - j) / N) if 2 * (S - 1 - s) + 1 > j else 0
-
-    return delay
-
-
-def unit_delay(S, N):
-    """Time-multiplexed: at N = 1 the gradient of microbatch k meets k - (S - 1 - s) updates (PipeDream's 1F1B)."""
-
-    def delay(s, j):
-        return math.ceil((S - 1 - s - j) / N) if S - 1 - s > j else 0
-
-    return delay
-
-
-def none(s, j):
-    return 0
-
 
 STASHED = {"vertical_sync": True}
 # schedule, family, S, N, ticks, options, optimizer, recompute, corrections[, dtype]
@@ -77,42 +51,7 @@ OPTIMIZERS = {
     "momentum": optax.sgd(0.05, momentum=0.9),
     "adamw": optax.adamw(1e-2),
 }
-# As `oracles.train_with_delays` takes them.
-T1, T2, CLIPPING = dict(annealing_steps=15), dict(decay=0.3), dict(max_norm=0.7)
-CORRECTIONS = {
-    "none": {},
-    "T1": T1,
-    "T2": T2,
-    "T1+T2": T1 | T2,
-    "prediction": dict(predicts=True),
-    "clipping": CLIPPING,
-    "all": T1 | T2 | CLIPPING | dict(predicts=True),
-}
 ROUNDS = 21
-
-
-SPIKE = dict(spike=(0.8, 0.02))
-
-
-def corrected(optimizer, corrections) -> dict:
-    """What `jpipe.Pipeline` takes for them."""
-    before, after, hooks = [], [], {}
-    if "max_norm" in corrections:
-        before.append(jpipe.optim.clip_by_global_norm(corrections["max_norm"]))
-    if "annealing_steps" in corrections:
-        after.append(jpipe.optim.scale_by_delay(corrections["annealing_steps"]))
-    if "decay" in corrections:
-        after.append(jpipe.optim.correct_discrepancy(corrections["decay"]))
-        hooks["backward_params"] = jpipe.optim.corrected_params
-    if "predicts" in corrections:
-        after.append(jpipe.optim.predict_weights())
-        hooks["forward_params"] = jpipe.optim.predicted_params
-    if "spike" in corrections:
-        hooks["forward_params"] = functools.partial(
-            jpipe.optim.velocity_predicted_params,
-            learning_rate=corrections["spike"][1],
-        )
-    return dict(optimizer=optax.chain(*before, optimizer, *after), **hooks)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jpipe
 from jpipe.layers.backward import trace_layer
-from jpipe.layers.residuals import Rerun
+from jpipe.layers.residuals import AT_HAND, STASHED, Rerun
 from jpipe.lowering.target import TARGETS
 
 ROWS, T, D, HEADS, N = 2, 48, 32, 2, 4
@@ -92,16 +92,18 @@ def call_of(module):
     return lambda parameters, x: nnx.merge(graph, parameters, rest)(x)
 
 
-@pytest.mark.parametrize("reads_weights", [False, True])
+@pytest.mark.parametrize("weight_accesses", [STASHED, AT_HAND])
 @pytest.mark.parametrize("platform", TARGETS)
 @pytest.mark.parametrize("name", [*NNX, "linen"])
-def test_no_scores_are_stashed(name, platform, reads_weights):
+def test_no_scores_are_stashed(name, platform, weight_accesses):
     module, parameters = layer_of(name, 0)
     call = call_of(module)
     shapes = jax.eval_shape(lambda p: jax.tree.map(jnp.asarray, p), parameters)
     x = jax.ShapeDtypeStruct((ROWS, T, D), "f4")
-    rerun = Rerun(reads_weights, TARGETS[platform].flops_per_byte)
-    stashes = [trace_layer(lambda p, x, _: call(p, x), shapes, x, rerun=r).stash for r in (Rerun(reads_weights), rerun)]
+    rerun = Rerun(weight_accesses, TARGETS[platform].flops_per_byte)
+    stashes = [
+        trace_layer(lambda p, x, _: call(p, x), shapes, x, rerun=r).stash for r in (Rerun(weight_accesses), rerun)
+    ]
     before, after = ([a for a in stash if a.shape.count(T) > 1] for stash in stashes)
     assert before and not after
 

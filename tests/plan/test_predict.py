@@ -64,6 +64,15 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     assert got.activations == want.activations
 
 
+@pytest.mark.parametrize("name", ["one_f_one_b/paired", "gpipe", "pipemare/paired"])
+def test_bytes_of_one_stage(name):
+    """It keeps no stash from tick to tick, or one of forwards on the weights of their backwards, or on others."""
+    schedule, family = schedule_named(name, 1, 4), FAMILIES["transformer"]
+    want = without_compiling(pipeline("transformer", schedule), family.batches(1, 8)[0])
+    got = predict(schedule, timed(profile_of("transformer"), forward=1.0), [], FREE).memory
+    assert got.activations == want.activations
+
+
 @pytest.mark.exhaustive
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["pipemare/unit", "pipedream/paired", "gpipe"])

@@ -8,8 +8,9 @@ import pytest
 from families import ASYNCHRONOUS
 
 from jpipe import schedules
+from jpipe.layers.residuals import AT_HAND, STASHED, UNREAD
 from jpipe.schedule import IDLE
-from jpipe.stages.extra_args import rereads_weights
+from jpipe.stages.extra_args import weight_accesses
 
 GRID = list(itertools.product(range(1, 9), (1, 2, 3, 4, 8, 16)))
 
@@ -168,17 +169,17 @@ def test_wrong_arguments(name):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-def test_only_the_backward_of_pipemare_may_not_read_weights_again(name):
+def test_only_the_backward_of_pipemare_has_other_weights_than_its_forward(name):
     schedule = schedules.get(name)(4, 8)
-    assert rereads_weights(schedule, []) == (name != "pipemare")
+    assert weight_accesses(schedule, []) == (STASHED if name == "pipemare" else AT_HAND)
 
 
-def test_weights_of_a_hook_are_not_read_again():
-    assert not rereads_weights(schedules.pipedream_2bw(4, 8), ["forward"])
-    assert rereads_weights(schedules.gpipe(4, 8), ["forward", "backward"])
+def test_weights_of_a_hook_are_not_those_of_the_forward():
+    assert weight_accesses(schedules.pipedream_2bw(4, 8), ["forward"]) == STASHED
+    assert weight_accesses(schedules.gpipe(4, 8), ["forward", "backward"]) == AT_HAND
 
 
 def test_nothing_is_computed_again_where_nothing_is_kept_from_tick_to_tick():
-    assert not rereads_weights(schedules.one_f_one_b(1, 8, ticks="paired"), [])
-    assert rereads_weights(schedules.one_f_one_b(1, 8, ticks="unit"), [])
-    assert rereads_weights(schedules.zero_bubble_h1(1, 8), [])
+    assert weight_accesses(schedules.one_f_one_b(1, 8, ticks="paired"), []) == UNREAD
+    assert weight_accesses(schedules.one_f_one_b(1, 8, ticks="unit"), []) == AT_HAND
+    assert weight_accesses(schedules.zero_bubble_h1(1, 8), []) == AT_HAND
