@@ -42,6 +42,8 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from checkout import commit
+
 HERE = pathlib.Path(__file__).parent
 # Topology -> mesh, as (data, stage).
 TOPOLOGIES = {
@@ -282,6 +284,9 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
     program = Program(compiled.as_text())
     transfers = program.transfers()
     return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(HERE.parent),
+        "jax": jax.__version__,
         "topology": topology,
         "chips": data * stage,
         "mesh": f"{data} x {stage}",

@@ -1,21 +1,14 @@
 """`benchmarks/compile_tpu.py` reads a scheduled program, and compiles a step if libtpu is there."""
 
-import importlib.util
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+from helpers import benchmark
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "compile_tpu.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("compile_tpu", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 TEXT = """\
@@ -50,7 +43,7 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 
 
 def test_reads_a_scheduled_program():
-    script = load()
+    script = benchmark("compile_tpu")
     program = script.Program(TEXT)
     assert program.transfers() == [(0.008, 0.7, 700), (4e-5, 0.0, 0)]
     chip = script.Chip(link=8e6, clock=1000)  # 1 ms and 1 cycle for 8000 bytes
