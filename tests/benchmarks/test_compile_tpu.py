@@ -1,5 +1,6 @@
 """`benchmarks/compile_tpu.py` reads a scheduled program, and compiles a step if libtpu is there."""
 
+import importlib.util
 import json
 import pathlib
 import subprocess
