@@ -1,5 +1,7 @@
 """Packing: every leaf comes back from where it was put, and bytes are counted."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,17 +210,23 @@ def test_what_a_layer_writes_lies_side_by_side(occupancy):
     jax.tree.map(np.testing.assert_array_equal, arrays, want)
 
 
-def test_values_with_a_spec_are_written_one_by_one():
+def test_values_with_one_spec_are_written_at_once():
+    """A device joins its parts of them, and exchanges nothing."""
     spec = (None, "model")
-    pack = Packing.of([[(aval(4, 8), 1, spec), (aval(4, 8), 1, spec)]])
+    pack = Packing.of([[(aval(4, 8), 1, spec), (aval(4, 8), 1, spec), (aval(4, 8), 1, ("model", None))]])
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    values = [jnp.ones((4, 8))] * 2
+    values = [jnp.full((4, 8), float(n)) for n in range(3)]
 
     def write(arrays):
         return packing.write_all(arrays, pack.places[0], [], values, joined=True)
 
     with jax.set_mesh(mesh):
-        assert num_writes(write, arrays_of(pack)) == 2
+        arrays = arrays_of(pack)
+        assert num_writes(write, arrays) == 2
+        assert not re.search("all-|collective", jax.jit(write).lower(arrays).compile().as_text())
+        written = jax.jit(write)(arrays)
+    for place, value in zip(pack.places[0], values, strict=True):
+        np.testing.assert_array_equal(written[place.array][place.base], value)
 
 
 def test_an_owner_of_nothing():

@@ -247,7 +247,7 @@ def test_few_versions_have_branches(monkeypatch):
             schedule=jpipe.schedules.pipedream(3, num_microbatches, ticks="unit"),
         )
         spec = pipe._program(FAMILY.batches(1, 2 * num_microbatches)[0]).engine
-        rows_of_branches[spec.rows.num_rows] = [branch.row for branch in spec.branches]
+        rows_of_branches[spec.rows.num_rows] = [branch.row for branch in spec.branches.forward]
     assert rows_of_branches == {2: [0, 1, 0, 1, 0], 3: []}
 
 
