@@ -101,8 +101,9 @@ def value_without_mesh(constant: Any) -> Any:
 
 
 def lies_on_mesh(value: Any) -> bool:
-    """Returns whether an array is on devices of a mesh."""
-    return isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding)
+    """Returns whether an array is on devices of a mesh, or was computed while a function was traced on a mesh."""
+    is_array = isinstance(value, jax.Array)
+    return is_array and (isinstance(value.sharding, NamedSharding) or is_on_mesh(jax.typeof(value)))
 
 
 def params_without_mesh(params: dict[str, Any], inner: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]) -> dict[str, Any]:

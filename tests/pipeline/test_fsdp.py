@@ -305,6 +305,39 @@ def test_a_layer_may_say_how_its_weights_are_split():
     assert specs == {PartitionSpec("stage", None, "fsdp")}
 
 
+class Scaled(nnx.Module):
+    """A layer with numbers that it computes while it is traced, and keeps, as equivariant networks do."""
+
+    tables: dict = {}
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        with jax.ensure_compile_time_eval():
+            table = self.tables.setdefault(x.dtype, jnp.linspace(0.5, 1.5, 8, dtype=x.dtype))
+        return jnp.tanh(self.linear(x) * table[None])
+
+
+def test_constants_that_were_computed_on_the_mesh():
+    batch = {"inputs": np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)}
+    losses = []
+    for axes in ({}, {"fsdp": 2}):
+        Scaled.tables.clear()
+        pipe = jpipe.Pipeline(
+            [Scaled] * 4,
+            loss=lambda y, _: (y**2).mean(),
+            optimizer=optax.sgd(0.5),
+            schedule=jpipe.schedules.one_f_one_b(2, N),
+            mesh=jpipe.make_mesh(stage=2, **axes),
+        )
+        state = pipe.init(KEY, batch)
+        for _ in range(2):
+            state, metrics = pipe.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
 def test_refusals():
     pipe = pipeline("mlp", jpipe.make_mesh(stage=2, fsdp=4))
     with refused(r"a microbatch of 3 rows .* the 4 devices of the axis \"fsdp\"\. Use a batch .* multiple of 8"):
