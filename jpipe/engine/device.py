@@ -402,8 +402,7 @@ def _run_operation(
         lane = scalars.lane(name, j)
         stages = _stages(device, lane)
         number = lane.branch if spec.drops_branches else lane.program
-        chosen = device.spec.branches.of_operation(name) if isinstance(device, TrainingDevice) else ()
-        if chosen:
+        if chosen := spec.branches.of_operation(name):
             number = number_of(lane, chosen)
             stages = [dataclasses.replace(stages[branch.program], branch=branch) for branch in chosen]
         branches = [

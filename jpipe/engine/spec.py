@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpipe.engine.layout import REPLICATED, StateLayout, layout_of
 from jpipe.engine.shapes import StatePackings
+from jpipe.engine.stage_branches import StageBranches
 from jpipe.engine.state_arrays import StateFacts
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
@@ -118,9 +119,14 @@ class PassSpec(abc.ABC):
         return target_of(self.mesh.devices.flat[0].platform)
 
     @property
+    def branches(self) -> StageBranches:
+        """The branches of the operations of columns."""
+        return StageBranches()
+
+    @property
     def rows_apart(self) -> bool:
         """Whether each row of weights is read in branches for this row alone."""
-        return False
+        return bool(self.branches.forward)
 
     @property
     def rows(self) -> VersionRows:

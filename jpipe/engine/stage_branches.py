@@ -116,10 +116,10 @@ def _rows(
     if lowered.num_chunks > 1:
         has_one_version = lowered.schedule.synchronous
         return {stage: [stage.position] for stage in stages} if has_one_version else {}
-    rows: dict[StageBranch, Sequence[int]] = {}
-    for program, number in sorted(zip(program_of, lowered.rows.num_versions.tolist())):
-        rows[StageBranch(program)] = range(number)
-    return rows if 1 < lowered.rows.num_rows <= MOST_VERSIONS else {}
+    versions: dict[StageBranch, int] = {}
+    for program, number in zip(program_of, lowered.rows.num_versions.tolist(), strict=True):
+        versions[StageBranch(program)] = max(versions.get(StageBranch(program), 0), number)
+    return {stage: range(n) for stage, n in versions.items()} if 1 < lowered.rows.num_rows <= MOST_VERSIONS else {}
 
 
 def _slots(lowered: Lowered, program_of: Sequence[int]) -> Mapping[StageBranch, Sequence[int]]:

@@ -258,23 +258,13 @@ class TrainingPass(PassSpec):
 
     @functools.cached_property
     def branches(self) -> StageBranches:
-        """The branches of the operations of columns. A branch of `pairs` knows a program alone."""
+        """See `PassSpec`. A branch of `pairs` knows a program alone."""
         if not self.target.sums_apart or self.pairs:
             return StageBranches()
         # cuDNN takes no slices, so a slot that is known would only keep XLA from fusing them with sums.
-        convolves = any(kind.forward_equations.holds({"conv_general_dilated"}) for kind in self.stages.layer_kinds)
-        return StageBranches.of(
-            self.lowered,
-            self.stages.program_of_stage,
-            has_sums=self.sums.has_rows,
-            branches_forward=not self.tick_stashes,
-            knows_slots=not convolves,
-        )
-
-    @property
-    def rows_apart(self) -> bool:
-        """See `PassSpec`."""
-        return bool(self.branches.forward)
+        knows_slots = not self.stages.hold({"conv_general_dilated"})
+        facts = {"has_sums": self.sums.has_rows, "branches_forward": not self.tick_stashes, "knows_slots": knows_slots}
+        return StageBranches.of(self.lowered, self.stages.program_of_stage, **facts)
 
     @property
     def weight_dtype(self) -> np.dtype | None:
@@ -302,8 +292,7 @@ class TrainingPass(PassSpec):
         """The programs of a forward and a backward that run in one branch, if layers communicate: see
         `jpipe.engine.pairs`. An embedding of all devices has one array for both passes, if a backward runs it again.
         """
-        layers = self.stages.layer_kinds
-        communicates = any(kind.forward_equations.holds(collectives.NAMES) for kind in layers)
+        communicates = self.stages.hold(collectives.NAMES)
         embeds_twice = self.numbers.runs_forward_again and self.stages.vocabulary.embedding is not None
         if not (self.target.pairs_passes and communicates) or embeds_twice:
             return []

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -232,6 +232,10 @@ class Stages:
         """The layers that one update changes: those of each stage, then those of each unit of vocabulary layers."""
         layers_of_stages = [tuple(self.layers_of(s)) for s in range(self.num_stages)]
         return layers_of_stages + [unit.indices for unit in self.vocabulary.units]
+
+    def hold(self, primitives: Collection[str]) -> bool:
+        """Returns whether the forward of any layer has an equation of these primitives."""
+        return any(kind.forward_equations.holds(primitives) for kind in self.layer_kinds)
 
     def layer_runs(self, owner: int) -> list[tuple[int, LayerRun, int]]:
         """`(layer, run, row)` for each layer of a stage, or of another of `owners`.
