@@ -20,9 +20,9 @@ from jpipe.mesh import CONTEXT, EXPERT, compilers_part
 from jpipe.packing import axes
 from jpipe.plan._exchanges import Axis, exchanges_of
 from jpipe.plan._loops import PROGRAMS
-from jpipe.plan._parts import Avals, part, parts, scaled, with_parts_of_weights
+from jpipe.plan._parts import part, parts, scaled, with_parts_of_weights
 from jpipe.plan._profile import LayerProfile, Profile
-from jpipe.plan._stashes import stashes_of
+from jpipe.plan._stashes import Avals, stashes_of
 
 PLANNED_AXES = (EXPERT, CONTEXT)
 """The axes of a mesh that plans may have, in the order of the mesh."""

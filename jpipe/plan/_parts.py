@@ -8,8 +8,7 @@ import jax
 from jpipe.packing import part_shape
 from jpipe.plan._loops import Seconds
 from jpipe.plan._profile import LayerProfile
-
-Avals = tuple[jax.ShapeDtypeStruct, ...]
+from jpipe.plan._stashes import Avals
 
 
 def part(aval: jax.ShapeDtypeStruct, spec: Sequence, sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
