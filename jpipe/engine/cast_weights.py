@@ -2,8 +2,9 @@
 
 A layer casts its weights wherever it reads them: in the forward and in the backward of every microbatch. Some do so
 because of `compute_dtype`, others by themselves, as most modules with a `dtype` do. On GPUs the casts are kernels of
-their own, which read four bytes of each weight and write two. So a pass casts all these weights when it begins, and
-those of a stage again after its update, if a later tick reads them. The copies are temporaries of the step.
+their own, which read four bytes of each weight and write two. XLA for TPUs casts all weights of a stage at the start of
+its forward and of its backward. So a pass casts all these weights when it begins, and those of a stage again after its
+update, if a later tick reads them. The copies are temporaries of the step.
 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
 would first slice a weight out of a copy of all, for each product with a bias.

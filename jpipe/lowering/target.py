@@ -48,7 +48,8 @@ class Target:
       drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers
         in place.
       casts_once: whether weights are cast once for all microbatches between two updates, and not in each forward and
-        backward. A GPU runs casts as kernels of their own.
+        backward. A GPU runs casts as kernels of their own. XLA for TPUs moves them out of the loop over layers: each
+        forward and backward casts the weights of the whole stage, in all versions.
       orders_weights: whether each of these copies has the order of dims in which layers read the weight, see
         `jpipe.layers.read_orders`. A GPU transposes others by kernels of their own, in each forward and backward.
       gathers_first_once: whether those of these copies that a pass reads first are whole along the axis "fsdp". XLA for
@@ -109,6 +110,7 @@ CPU = Target(flops_per_byte=200)
 # Products in bfloat16, of v4 to v5e: 275 TFLOPS at 1.2 TB/s, 197 TFLOPS at 0.8 TB/s.
 TPU = Target(
     sums_by_permutes=True,
+    casts_once=True,
     flops_per_byte=240,
     pairs_passes=True,
     hides_sums=False,
