@@ -159,6 +159,8 @@ GPU = Target(
         "xla_gpu_enable_command_buffer": ",".join([*_GRAPH_COMMANDS, *_COLLECTIVE_COMMANDS]),
         # Sums of gradients that XLA combines wait for the last of these, and for room for all of them.
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**23,
+        # XLA counts those of a branch too, and begins no message beside a branch that holds more than the limit.
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 1024,
     },
     # The kernels of a CUDA graph have no names of instructions in a profile.
     profiled_options={"xla_gpu_enable_command_buffer": ""},

@@ -198,6 +198,21 @@ def test_no_host_where_branches_hold_collectives(rows, name, limit):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["fsdp", "model"])
+def test_messages_travel_beside_branches_with_collectives(rows, name):
+    """XLA counts the collectives of a branch among those that are under way."""
+    bare, most = bare_permutes(*rows(name))
+    assert bare <= most
+
+
+@pytest.mark.exhaustive
+def test_few_collectives_of_fsdp_are_bare(rows):
+    """The first gather of a forward and of a backward has been made, and gradients are summed one by one."""
+    row, _ = rows("fsdp")
+    assert _in_any_tick(row, "bare") <= 2
+
+
+@pytest.mark.exhaustive
 def test_norms_are_summed_in_ticks_with_an_update(rows):
     """Before JAX 0.12 a branch cannot hold a sum, so every tick has one."""
     row, _ = rows("updates")
