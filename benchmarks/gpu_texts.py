@@ -348,18 +348,21 @@ class Buffers:
                 places[int(value[1])] = place
                 self._results["%" + value[2], value[3] or ""] = place
         self._operands: dict[tuple[str, int], Place] = {}
-        number, uses = None, False
+        number, part = None, ""
         for line in values.splitlines():
             if header := re.match(r"<(\d+) ", line):
-                number, uses = int(header[1]), False
-            elif line.startswith(" uses:"):
-                uses = True
-            elif line.startswith((" positions", " from")):
-                uses = False
-            elif uses and number in places:
+                number = int(header[1])
+            elif line.startswith((" positions", " uses", " from")):
+                part = line.split()[0]
+            elif part == "uses:" and number in places:
                 use = re.match(r"  (\S+), operand (\d+)( \{[\d,]*\})?", line)
                 if use and not use[3]:
                     self._operands["%" + use[1], int(use[2])] = places[number]
+            elif part == "positions:" and number in places:
+                # The value of a fusion that is started has the name of the fusion, and the start is a position of it.
+                position = re.match(r"  (fusion-start\S*) (\{[\d,]*\})$", line)
+                if position:
+                    self._results["%" + position[1], position[2]] = places[number]
 
     def in_place(self, name: str, operand: int = 0, result: str = "") -> bool:
         """Whether a result of an instruction lies where its operand lies."""
