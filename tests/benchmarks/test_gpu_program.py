@@ -215,6 +215,19 @@ def test_work_of_a_tick():
     assert idle.self_copied == 1.0
 
 
+def test_a_fusion_that_is_started_is_a_kernel():
+    """XLA may start a fusion and wait for it later, so that it runs beside other kernels."""
+    whole = "  %fusion.1 = f32[4]{0} fusion(%gemm.1), kind=kLoop, calls=%fused_add\n"
+    started = whole.replace(
+        "%fusion.1 = f32[4]{0} fusion(", "%fusion-start.1 = ((f32[4]{0}), f32[4]{0}, u32[]) fusion-start("
+    )
+    started += "  %fusion.1 = f32[4]{0} fusion-done(%fusion-start.1)\n"
+    assert whole in HLO
+    programs = [step(), step(hlo=HLO.replace(whole, started))]
+    works = [program.tick(*program.tick_loops(), FORWARD) for program in programs]
+    assert works[0] == works[1]
+
+
 def test_an_operation_of_other_stages_is_not_taken():
     program = step()
     (loop,) = program.tick_loops()
