@@ -253,6 +253,11 @@ class Step:
 
     def _add(self, work: Work, instruction: Instruction, times: int, activity: Activity) -> None:
         """Adds an instruction that is executed `times` times."""
+        index = ""
+        if instruction.opcode == "fusion-done" and not self.hlo.is_collective(instruction):
+            # A kernel that runs beside others counts where its result is there.
+            start = self.hlo.by_name[instruction.operands[0]]
+            instruction, index = dataclasses.replace(start, opcode="fusion", shape=instruction.shape), "{1}"
         opcode, name = instruction.opcode, instruction.name
         if self.hlo.is_product(instruction):
             work.products += times
@@ -265,10 +270,15 @@ class Step:
         elif opcode in ("copy", "copy-start"):
             self._add_copy(work, instruction, times)
         elif opcode == "fusion":
-            self._add_fusion(work, instruction, times)
-        elif opcode == "fusion-done":  # of a kernel beside others
-            start = self.hlo.by_name[instruction.operands[0]]
-            self._add_fusion(work, dataclasses.replace(start, opcode="fusion", shape=instruction.shape), times, "{1}")
+            work.kernels += times
+            self._add_traffic(work, instruction, times)
+            if self.hlo.is_transpose(instruction):
+                work.transposed += times * instruction.bytes / 1e6
+            for result in self.hlo.results(instruction):
+                work.written += times * result.written / 1e6
+                place = result.index or index
+                if result.operand is not None and not self.buffers.in_place(name, result.operand, place):
+                    _add_moved(work, result.size / 1e6, times)
         elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
             work.kernels += times
             self._add_traffic(work, instruction, times)
@@ -279,18 +289,6 @@ class Step:
         elif opcode == "while" and instruction.trip_count is None:
             # The host asks before every turn, and once more to learn that there is none.
             work.host_waits += times * (_turns(instruction, activity) + 1)
-
-    def _add_fusion(self, work: Work, fusion: Instruction, times: int, index: str = "") -> None:
-        """Adds a fusion that is no product; `index` is that of its only result, if XLA prints one."""
-        work.kernels += times
-        self._add_traffic(work, fusion, times)
-        if self.hlo.is_transpose(fusion):
-            work.transposed += times * fusion.bytes / 1e6
-        for result in self.hlo.results(fusion):
-            work.written += times * result.written / 1e6
-            lies_at = result.index or index
-            if result.operand is not None and not self.buffers.in_place(fusion.name, result.operand, lies_at):
-                _add_moved(work, result.size / 1e6, times)
 
     def _add_traffic(self, work: Work, instruction: Instruction, times: int) -> None:
         """Adds the bytes of a kernel without products, or of a copy."""

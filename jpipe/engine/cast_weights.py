@@ -167,7 +167,7 @@ def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> Mapping[str, Packed]
 def _num_rows_apart(spec: PassSpec, name: str) -> int:
     """The number of rows of an array whose copies lie apart; 1: all rows are in one copy."""
     rows = spec.array_rows["parameters"]
-    return rows.num_rows if spec.rows_apart and name not in rows.tables and name not in rows.unit_rows else 1
+    return rows.num_rows if spec.rows_apart and rows.has_all(name) else 1
 
 
 def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, dict[Part, np.dtype]]:

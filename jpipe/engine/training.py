@@ -225,11 +225,10 @@ class TrainingPass(PassSpec):
         packed, rows = self.stages.accumulators, self.array_rows["gradients"]
         if not self.target.sums_apart or (rows.num_rows > 1 and self.pairs):
             return ApartSums()
-        in_all_rows = [name for name in packed.arrays if rows.num_rows == 1 or name not in rows.tables]
         shapes = {
             name: (rows.num_rows, packed.arrays[name].shape[0])
-            for name in in_all_rows
-            if name not in packed.on_host and name not in rows.unit_rows
+            for name in packed.arrays
+            if name not in packed.on_host and rows.has_all(name)
         }
         runs = itertools.chain(*(program.runs for program in self.stages.programs))
         leaves = ((place, i) for run in runs for place in run.gradient_places for i in range(run.longest))

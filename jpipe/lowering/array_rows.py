@@ -144,6 +144,10 @@ class ArrayRows:
         """Number of rows of an array."""
         return self._numbers.get(name, self.num_rows)
 
+    def has_all(self, name: str) -> bool:
+        """Returns whether an array of stages has all R rows, so that these are its own."""
+        return name not in self.unit_rows and self.number(name) == self.num_rows
+
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
         # An array that no stage uses, because others share it, keeps a row: it has a shape.

@@ -70,12 +70,17 @@ def pipeline(schedule, num_stages, mesh=None, family=FAMILY, **options):
     )
 
 
+def num_rows(options):
+    """Rows of a batch: two to a microbatch of each replica."""
+    return 2 * N * options.get("mesh", {}).get("data", 1)
+
+
 def trained(monkeypatch, casts_once, *case, target=CPU, family=FAMILY):
     """The losses of a few steps, and the weights after them."""
     schedule, num_stages, options = case
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(target, casts_once=casts_once))
     pipe = pipeline(schedule, num_stages, family=family, **options)
-    batches = family.batches(5, 2 * N * options.get("mesh", {}).get("data", 1))
+    batches = family.batches(5, num_rows(options))
     state, losses = pipe.init(KEY, batches[0]), []
     for batch in batches:
         state, metrics = pipe.step(state, batch)
@@ -104,6 +109,20 @@ def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options,
 UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
 
 
+def spec_of_equal_training(monkeypatch, *case, family, targets):
+    """The pass of a pipeline that casts once, with the facts of the second target. It trains as one that casts in every
+    layer, with the facts of the first.
+    """
+    for module in (cast_weights, stage_weights):
+        monkeypatch.setattr(module, "SMALL", 8)
+    with jax.enable_x64(True):
+        want_losses, want, _ = trained(monkeypatch, False, *case, target=targets[0], family=family)
+        losses, params, pipe = trained(monkeypatch, True, *case, target=targets[1], family=family)
+        np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
+        assert_close(params, jax.tree.map(np.asarray, want), "float32")
+        return pipe._program(family.batches(1, num_rows(case[2]))[0]).engine
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "schedule, num_stages, options, family",
@@ -123,16 +142,8 @@ UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
 def test_copies_of_each_weight_are_those_of_all(schedule, num_stages, options, family, monkeypatch):
     """Where layers are unrolled, each weight may have a copy of its own."""
-    for module in (cast_weights, stage_weights):
-        monkeypatch.setattr(module, "SMALL", 8)
-    with jax.enable_x64(True):
-        case = schedule, num_stages, options
-        want_losses, want, _ = trained(monkeypatch, False, *case, target=UNROLLED, family=family)
-        losses, params, pipe = trained(monkeypatch, True, *case, target=UNROLLED, family=family)
-        spec = pipe._program(family.batches(1, 2 * N)[0]).engine
+    spec = spec_of_equal_training(monkeypatch, schedule, num_stages, options, family=family, targets=[UNROLLED] * 2)
     assert any(len(parts) > 1 for parts in cast_weights.parts_with_copies(spec).values())
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
-    assert_close(params, jax.tree.map(np.asarray, want), "float32")
 
 
 @pytest.mark.first_case
@@ -221,18 +232,10 @@ def test_no_gather_comes_first_in_a_tick(monkeypatch):
 @pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
 def test_copies_of_rows(schedule, num_stages, options, family, monkeypatch):
     """Copies of the stages of a device, or of two versions of a stage, lie apart, and layers read them there."""
-    for module in (cast_weights, stage_weights, apart):
-        monkeypatch.setattr(module, "SMALL", 8)
-    target = dataclasses.replace(UNROLLED, sums_apart=True)
-    with jax.enable_x64(True):
-        case = schedule, num_stages, options
-        want_losses, want, _ = trained(monkeypatch, False, *case, family=family)
-        losses, params, pipe = trained(monkeypatch, True, *case, target=target, family=family)
-        batch = family.batches(1, 2 * N * options.get("mesh", {}).get("data", 1))[0]
-        spec = pipe._program(batch).engine
+    monkeypatch.setattr(apart, "SMALL", 8)
+    targets = CPU, dataclasses.replace(UNROLLED, sums_apart=True)
+    spec = spec_of_equal_training(monkeypatch, schedule, num_stages, options, family=family, targets=targets)
     assert spec.rows_apart
-    np.testing.assert_allclose(losses, want_losses, rtol=1e-6)
-    assert_close(params, jax.tree.map(np.asarray, want), "float32")
 
 
 def test_few_versions_have_branches(monkeypatch):
