@@ -5,11 +5,16 @@
     python benchmarks/compile_gpu.py --models ends --schedules plain 1f1b --stages 4
     python benchmarks/compile_gpu.py --further  # other meshes, options and models, on 4 stages
     python benchmarks/compile_gpu.py --small --models equal --schedules 1f1b --stages 2
+    python benchmarks/compile_gpu.py --refresh  # brings the saved rows to this commit
     python benchmarks/compile_gpu.py --redraw   # the table of the saved rows
 
 Each row is a process of its own. Rows are saved in `--out` after each compilation, and replace the
 saved rows of the same program. Rows with other sizes than the default ones, or of another checkout
 (`--root`), are saved only if `--out` is given.
+
+`--refresh` lowers the program of each saved row, which takes a part of the time. It compiles those that differ from
+the saved one, in their text, their options, the version of JAX or the reader. All others keep their numbers and get
+the commit and the date.
 
 Rows:
 
@@ -24,7 +29,9 @@ The README of this folder says what the columns mean.
 
 import argparse
 import collections
+import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -36,6 +43,8 @@ import tempfile
 import time
 from collections.abc import Mapping
 
+import gpu_program
+import gpu_texts
 from checkout import commit
 from gpu_program import Activity, Step
 from gpu_rows import (
@@ -47,7 +56,9 @@ from gpu_rows import (
     USUALLY,
     VARIANTS,
     further_rows,
+    key,
     merged,
+    request_of,
     saved,
     table,
     wanted_rows,
@@ -64,6 +75,8 @@ BASE_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# What stands behind the flags of a row.
+WITHOUT_GRAPHS = "without CUDA graphs"
 LETTERS = {"forward": "F", "backward": "B", "weight_grad": "W"}
 
 
@@ -92,8 +105,11 @@ def compile_row(request: dict) -> dict:
     """Compiles one program and reads it.
 
     Args:
-      request: "model", "schedule", "stages", "variant", "sizes", "without_graphs", and "dump", the folder that XLA
-        writes to.
+      request: "model", "schedule", "stages", "variant", "sizes", "without_graphs", "dump", the folder that XLA writes
+        to, and "known", the fingerprint of a program that is not compiled again.
+
+    Returns:
+      The numbers of the row; nothing if the program is the known one.
     """
     import gpu_plain
     import gpu_steps
@@ -114,21 +130,43 @@ def compile_row(request: dict) -> dict:
             case, sizes, name, options, num_devices, variant=variant, without_graphs=without_graphs
         )
         schedule = pipe.schedule
-        compiled = pipe.compile(case.batch)
+        lowered = pipe.lower(case.batch)
         arrivals = pipe._program(case.batch).engine.lowered.arrivals
     else:
-        compiled = gpu_plain.plain(case, sizes, variant, **options).compile()
+        lowered = gpu_plain.plain(case, sizes, variant, **options)
+    program = fingerprint(lowered)
+    if program == request["known"]:
+        return {}
+    compiled = lowered.compile()
     seconds = time.perf_counter() - start
     dump = pathlib.Path(request["dump"])
     (dump / "compiled.txt").write_text(compiled.as_text())
     memory = compiled.memory_analysis()
     return {
         "jax": jax.__version__,
+        "program": program,
         "seconds": round(seconds, 1),
         "temporaries_gb": round(memory.temp_size_in_bytes / 1e9, 4),
         "state_gb": round(memory.alias_size_in_bytes / 1e9, 4),
         **read(Step.read(compiled.as_text(), dump), schedule, arrivals),
     }
+
+
+def fingerprint(lowered) -> str:
+    """A hash of all that the numbers of a row follow from: the program, options, the versions and the reader.
+
+    Args:
+      lowered: a `jax.stages.Lowered`.
+    """
+    import jax
+
+    options = sorted(lowered._lowering._compiler_options_kvs)
+    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "xla_dump" not in flag]
+    digest = hashlib.sha256(repr([jax.__version__, options, flags]).encode())
+    digest.update(lowered.as_text().encode())
+    for part in (gpu_program, gpu_texts, read, busy_ticks, _shares):
+        digest.update(inspect.getsource(part).encode())
+    return digest.hexdigest()[:16]
 
 
 def read(step: Step, schedule, arrivals: Mapping) -> dict:
@@ -254,8 +292,14 @@ def _place(kind: tuple[tuple[str, ...], object]) -> list[int]:
 # -- All rows
 
 
-def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
-    """The row of a request: what `compile_row` returns, or the reason why it "failed"."""
+def compile_in_process(args: argparse.Namespace, request: dict, known: dict) -> dict:
+    """The row of a request: what `compile_row` returns, or the reason why it "failed".
+
+    Args:
+      args: those of the command line.
+      request: what the row is of.
+      known: the saved row, whose numbers are kept if its program is still the same; empty to compile in any case.
+    """
     row = request | {"date": time.strftime("%Y-%m-%d"), "commit": commit(args.root)}
     with tempfile.TemporaryDirectory() as temporary:
         dump = pathlib.Path(temporary)
@@ -268,14 +312,18 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
             BASE_FLAGS,
             f"--xla_dump_to={dump} --xla_dump_hlo_as_text",
             "--xla_dump_hlo_module_re=.*(run_step|plain_step).*",
-            args.flags,
+            request["flags"].removesuffix(WITHOUT_GRAPHS),
         ]
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": " ".join(flags),
             "PYTHONPATH": str(args.root),
         }
-        request = request | {"dump": str(dump), "without_graphs": args.without_graphs}
+        request = request | {
+            "dump": str(dump),
+            "without_graphs": request["flags"].endswith(WITHOUT_GRAPHS),
+            "known": known.get("program", ""),
+        }
         command = [interpreter(), __file__, "--compile", json.dumps(request)]
         try:
             process = subprocess.run(
@@ -291,7 +339,8 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
             print(process.stderr[-4000:], file=sys.stderr)
             errors = re.findall(r"^[\w.]*Error: .*", process.stderr, re.MULTILINE)
             return row | {"failed": (errors or ["no message"])[-1][:500]}
-        return row | json.loads(process.stdout.splitlines()[-1])
+        numbers = json.loads(process.stdout.splitlines()[-1])
+        return (row if numbers else known) | row | numbers
 
 
 def main() -> None:
@@ -301,6 +350,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(USUAL), choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=[USUALLY], choices=VARIANTS)
     parser.add_argument("--further", action="store_true", help="the rows of `gpu_rows.FURTHER`, on 4 stages")
+    parser.add_argument("--refresh", action="store_true", help="the saved rows, where their programs changed")
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     parser.add_argument("--stages", nargs="+", type=int, default=[1, 4, 8])
     parser.add_argument("--flags", default="", help="further flags of XLA")
@@ -336,12 +386,15 @@ def main() -> None:
     own = args.root.resolve() == HERE.parent.resolve()
     out = args.out or (RESULTS if own and not sizes else None)
     rows = []
-    flags = " ".join(filter(None, [args.flags, "without CUDA graphs" * args.without_graphs]))
+    flags = " ".join(filter(None, [args.flags, WITHOUT_GRAPHS * args.without_graphs]))
     requests = wanted_rows(args.models, args.schedules, args.stages, sizes, flags, args.variants)
     if args.further:
         requests = further_rows(sizes, flags, stages=4)
+    known = {key(row): row for row in saved(out)} if args.refresh else {}
+    if args.refresh:
+        requests = map(request_of, known.values())
     for request in requests:
-        row = compile_in_process(args, request)
+        row = compile_in_process(args, request, known.get(key(request), {}))
         rows.append(row)
         print(json.dumps(row), flush=True)
         if out:

@@ -134,6 +134,11 @@ def key(row: dict) -> tuple:
     return row["model"], row["stages"], row["schedule"], row.get("variant", USUALLY), row["flags"], sizes
 
 
+def request_of(row: dict) -> dict:
+    """What a saved row is of: see `wanted_rows`."""
+    return {name: row[name] for name in ("model", "schedule", "stages", "variant", "sizes", "flags")}
+
+
 def saved(path: pathlib.Path | None) -> list[dict]:
     """The rows of a file; none if there is no file."""
     return json.loads(path.read_text()) if path and path.exists() else []

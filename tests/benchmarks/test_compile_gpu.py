@@ -217,3 +217,20 @@ def test_norms_are_summed_in_ticks_with_an_update(rows):
     row, _ = rows("updates")
     has_update_in_a_branch = row["jax"] >= "0.12"
     assert _in_any_tick(row, "collectives") == (0 if has_update_in_a_branch else 1)
+
+
+@pytest.mark.exhaustive
+def test_a_row_is_compiled_again_if_its_program_changed(rows, tmp_path):
+    """A row with the fingerprint of its program keeps its numbers; one with another fingerprint gets new ones."""
+    row, _ = rows(FIRST)
+    unchanged = row | {"seconds": -1, "commit": "before"}
+    changed = unchanged | {"program": "other"}
+    for saved, expected in ((unchanged, -1), (changed, row["microbatch"]["kernels"])):
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([saved | {"microbatch": {"kernels": -1}}]))
+        command = [sys.executable, FOLDER / "compile_gpu.py", "--refresh", "--out", path]
+        subprocess.run(command, capture_output=True, check=True)
+        (refreshed,) = json.loads(path.read_text())
+        assert refreshed["microbatch"]["kernels"] == expected
+        assert refreshed["commit"] != "before"
+        assert refreshed["program"] == row["program"]
