@@ -7,7 +7,9 @@ its forward and of its backward. So a pass casts all these weights when it begin
 update, if a later tick reads them. The copies are temporaries of the step.
 
 Where layers are unrolled, each weight that most stages have at the same indices of an array gets a copy of its own: XLA
-would first slice a weight out of a copy of all, for each product with a bias.
+would first slice a weight out of a copy of all, for each product with a bias. Each small weight of any stage has a
+copy, too, if its layers know its row. The small weights of an array are read by one kernel for all of their copies, and
+a few others cast them.
 
 Where each row of the weights, of a stage or of a version, is read in branches of its own, the copies of each row are
 apart too. XLA would else slice them.
@@ -44,7 +46,7 @@ from jpipe.mesh import FSDP
 from jpipe.packing import Part, Place
 
 SMALL = 2**14
-"""The most numbers of a weight that is read together with others."""
+"""The most numbers of a weight that is read and cast together with others."""
 
 MOST = 2
 """The most bytes of copies in another order or split, in those that the stage with most of them reads."""
@@ -75,25 +77,27 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
         return arrays.replace(cast_weights={**arrays.cast_weights, **_cast(spec, sources)})
 
     def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
-        lead = device.lead("parameters", lane.row)
+        lead, cast = device.lead("parameters", lane.row), written.cast_weights
 
-        def rows(source: Packed, part: Part, copies: Packed) -> dict[str, jax.Array]:
-            (number,) = lead(part.array)
-            array = lax.dynamic_index_in_dim(source[part.array], number, allow_negative_indices=False)
-            if (num_apart := _num_rows_apart(spec, part.array)) > 1:
-                names = [part.row_name(r) for r in range(num_apart)]
-                is_new = [(num_updates > 0) & (number == r) for r in range(num_apart)]
-                new = part.copy(array, copies[part.name].dtype)
-                return {name: jnp.where(now, new, copies[name]) for name, now in zip(names, is_new, strict=True)}
-            copy = copies[part.name]
-            old = lax.dynamic_index_in_dim(copy, number, allow_negative_indices=False)
-            new = jnp.where(num_updates > 0, part.copy(array, copy.dtype), old)
-            return {part.name: lax.dynamic_update_slice_in_dim(copy, new, number, 0, allow_negative_indices=False)}
+        def recast_array(use: str, name: str, parts: Mapping[Part, np.dtype]) -> Iterator[tuple[str, jax.Array]]:
+            (number,), num_apart = lead(name), _num_rows_apart(spec, name)
+            row = lax.dynamic_index_in_dim(sources[use][name], number, allow_negative_indices=False)
+            for r in range(num_apart):
+                old, keeps = {part: cast[use][part.row_name(r)] for part in parts}, num_updates == 0
+                if num_apart > 1:
+                    new = _copies(row, parts, _Kept(old, keeps | (number != r)))
+                else:
+                    old_rows = {part: lax.dynamic_index_in_dim(copy, number) for part, copy in old.items()}
+                    new = {
+                        part: lax.dynamic_update_slice_in_dim(old[part], copy, number, 0, allow_negative_indices=False)
+                        for part, copy in _copies(row, parts, _Kept(old_rows, keeps)).items()
+                    }
+                yield from ((part.row_name(r), copy) for part, copy in new.items())
 
-        cast = written.cast_weights
-        new: dict[str, Packed] = {}
-        for use, parts in _parts(spec, sources).items():
-            new[use] = dict(itertools.chain(*(rows(sources[use], part, cast[use]).items() for part in parts)))
+        new = {
+            use: dict(itertools.chain(*(recast_array(use, name, parts) for name, parts in parts_of_arrays.items())))
+            for use, parts_of_arrays in _parts(spec, sources).items()
+        }
         return written.replace(cast_weights={**cast, **new})
 
     return run_lanes(device, scalars, "cast", ["cast_weights"], recast, arrays)
@@ -127,11 +131,16 @@ class WeightReader(NamedTuple):
         copies: dict[str, list[tuple[Part, jax.Array]]] = {}
         cast = {use: source for use, source in sources.items() if use in read.cast_weights}
         rows_apart = [name for source in cast.values() for name in source if _num_rows_apart(spec, name) > 1]
-        for use, parts in _parts(spec, cast).items():
-            for part in parts:
-                name = part.row_name(row if part.array in rows_apart else 0)
-                copies.setdefault(part.array, []).append((part, read.cast_weights[use][name]))
+        for use, parts_of_arrays in _parts(spec, cast).items():
+            for array, parts in parts_of_arrays.items():
+                names = [part.row_name(row if array in rows_apart else 0) for part in parts]
+                copies[array] = list(zip(parts, map(read.cast_weights[use].__getitem__, names), strict=True))
         return cls({**sources["constants"], **sources[newest]}, copies, rows_apart)
+
+    def is_copied_alone(self, place: Place, i: int) -> bool:
+        """Whether the weight of layer i at a place has a copy of its own."""
+        leaf = Part.of_leaf(place, i).as_stored
+        return any(part.as_stored == leaf for part, _ in self.copies.get(place.array, ()))
 
     def read(self, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
         """The weight of layer i at a place, in the dtype that it is stored in.
@@ -155,13 +164,57 @@ def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
 def _cast(spec: PassSpec, sources: Mapping[str, Packed]) -> Mapping[str, Packed]:
     """The copies of weights that layers read cast to fewer bytes, in another order or gathered, by their use."""
     copies: dict[str, dict[str, jax.Array]] = {}
-    for use, parts in _parts(spec, sources).items():
+    for use, parts_of_arrays in _parts(spec, sources).items():
         copies[use] = {}
-        for part, dtype in parts.items():
-            array, number = sources[use][part.array], _num_rows_apart(spec, part.array)
-            rows = jnp.split(array, number) if number > 1 else [array]
-            copies[use] |= {part.row_name(r): part.copy(row, dtype) for r, row in enumerate(rows)}
+        for name, parts in parts_of_arrays.items():
+            array, number = sources[use][name], _num_rows_apart(spec, name)
+            for r, row in enumerate(jnp.split(array, number) if number > 1 else [array]):
+                copies[use] |= {part.row_name(r): copy for part, copy in _copies(row, parts).items()}
     return copies
+
+
+class _Kept(NamedTuple):
+    """The copies that some rows have, and whether they keep them."""
+
+    copies: Mapping[Part, jax.Array]
+    condition: jax.Array | bool
+
+    def or_new(self, old: jax.Array, new: jax.Array) -> jax.Array:
+        """What the rows have instead of new values."""
+        return jnp.where(self.condition, old, new)
+
+
+def _copies(rows: jax.Array, parts: Mapping[Part, np.dtype], kept: _Kept | None = None) -> dict[Part, jax.Array]:
+    """The copies of parts of an array, in some of its rows."""
+    small: dict[Part, tuple[jax.Array, np.dtype]] = {}
+    copies: dict[Part, jax.Array] = {}
+    for part, dtype in parts.items():
+        block = part.of(rows)
+        if rows.ndim == 2 and part.size <= SMALL:  # of a vector, which no axis splits
+            # XLA would choose for each copy in a kernel of its own after the cast.
+            if kept is not None:
+                block = kept.or_new(part.restored(kept.copies[part]).astype(block.dtype), block)
+            small[part] = block, dtype
+        else:
+            copy = part.copy(rows, dtype)
+            copies[part] = copy if kept is None else kept.or_new(kept.copies[part], copy)
+    cast = zip(small, cast_together([*small.values()]), strict=True)
+    return {**copies, **{part: part.in_order(value) for part, value in cast}}
+
+
+def cast_together(values: Sequence[tuple[jax.Array, np.dtype]]) -> list[jax.Array]:
+    """Values of one dtype, each cast to another.
+
+    XLA for GPUs joins casts of one size to one kernel if they read the result of another kernel, but not if they read
+    an argument of a branch or of the program. So one kernel copies all values, and a few others cast them.
+    """
+    if not values:
+        return []
+    # Else XLA may split small values over axes of the mesh, and exchange them in branches that not all devices enter.
+    flat = packing.split_as((None,), jnp.concatenate([value.reshape(-1) for value, _ in values]))
+    parts = jnp.split(lax.optimization_barrier(flat), np.cumsum([value.size for value, _ in values])[:-1])
+    cast = [part.astype(dtype) for part, (_, dtype) in zip(parts, values, strict=True)]
+    return [part.reshape(value.shape) for part, (value, _) in zip(lax.optimization_barrier(cast), values, strict=True)]
 
 
 def _num_rows_apart(spec: PassSpec, name: str) -> int:
@@ -170,16 +223,16 @@ def _num_rows_apart(spec: PassSpec, name: str) -> int:
     return rows.num_rows if spec.rows_apart and rows.has_all(name) else 1
 
 
-def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, dict[Part, np.dtype]]:
-    """The parts of some arrays that have copies, with the dtypes of these, by the use of the arrays."""
+def _knows_row(spec: PassSpec, name: str) -> bool:
+    """Whether the row of the copies of an array that a layer reads is known when a pass is compiled."""
+    return spec.array_rows["parameters"].number(name) == 1 or _num_rows_apart(spec, name) > 1
+
+
+def _parts(spec: PassSpec, sources: Mapping[str, Packed]) -> dict[str, dict[str, dict[Part, np.dtype]]]:
+    """The parts that have copies, with the dtypes of these, by the use of their array and its name."""
     parts = parts_with_copies(spec) if sources else {}
     return {
-        use: {
-            part: dtype
-            for name, a in source.items()
-            if not packing.is_on_host(a)
-            for part, dtype in parts.get(name, {}).items()
-        }
+        use: {name: parts[name] for name, a in source.items() if not packing.is_on_host(a) and parts.get(name)}
         for use, source in sources.items()
     }
 
@@ -194,6 +247,7 @@ class _Weight(NamedTuple):
       num_stages: the number of stages of the program.
       alone: whether it may have a copy of its own.
       size: how many numbers it has.
+      is_small: whether it is read and cast together with others.
     """
 
     part: Part
@@ -202,13 +256,14 @@ class _Weight(NamedTuple):
     num_stages: int
     alone: bool
     size: int
+    is_small: bool
 
 
 def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
     """Name of an array -> the parts of it that have copies, with the dtypes of these.
 
-    First come those in another order or split. All weights in another part are read in one dtype, of fewer bytes than
-    that of the array.
+    First come those in another order or split, then small weights, which may overlap. All weights in another part are
+    read in one dtype, of fewer bytes than that of the array.
     """
     weights, unrolled = list(_weights(spec)), not spec.lowered.target.loops_in_branches
     changed = _changed(weights) if unrolled else []
@@ -219,6 +274,7 @@ def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
     for name, members in arrays.items():
         stored = spec.stages.parameters.arrays[name].dtype
         copies = {part: _read_dtype(members, part.covers, stored) or stored for part in changed if part.array == name}
+        copies |= _small_copies(members, copies, stored) if unrolled else {}
         others = [weight for weight in members if not any(part.covers(weight.part) for part in copies)]
         others = [weight._replace(part=weight.part.as_stored) for weight in others]
         if any(is_narrower(weight.dtype, stored) for weight in others):
@@ -244,8 +300,10 @@ def _weights(spec: PassSpec) -> Iterator[_Weight]:
             for (place, dtype), i in itertools.product(zip(run.parameters, dtypes, strict=True), range(run.longest)):
                 if place.array and not place.on_host:
                     size = math.prod(place.shape)
+                    is_small = size <= SMALL and not any(place.spec)
                     part = _part_of(spec.lowered.target, place, i, (r, i) in gathered)
-                    yield _Weight(part, dtype, number, num_stages, any(place.spec) or size > SMALL, size)
+                    alone = not is_small or _knows_row(spec, place.array)
+                    yield _Weight(part, dtype, number, num_stages, alone, size, is_small)
 
 
 def _part_of(target: Target, place: Place, i: int, is_gathered: bool) -> Part:
@@ -280,6 +338,18 @@ def _read_dtype(weights: Sequence[_Weight], is_read: Callable[[Part], bool], sto
     return dtypes.pop() if len(dtypes) == 1 and all(is_narrower(dtype, stored) for dtype in dtypes) else None
 
 
+def _small_copies(weights: Sequence[_Weight], copies: Collection[Part], stored: np.dtype) -> dict[Part, np.dtype]:
+    """The parts that are small weights of an array, beside those that have copies.
+
+    All weights that lie in a part are read in one dtype. The shortest parts come first, because a weight is read from
+    the first part that holds it.
+    """
+    small = [w for w in weights if w.is_small and w.alone and not any(part.covers(w.part) for part in copies)]
+    parts = sorted({weight.part.as_stored for weight in small}, key=lambda part: (part.size, part))
+    dtypes = {part: _read_dtype(small, part.covers, stored) for part in parts}
+    return {part: dtype for part, dtype in dtypes.items() if dtype is not None}
+
+
 def _changed(weights: Sequence[_Weight]) -> list[Part]:
     """The parts in another order or split whose copies take no more than `MOST` times the room that any one stage has
     use for.
@@ -307,7 +377,7 @@ def _without_overlap(weights: Sequence[_Weight]) -> list[Part]:
     """
     counts: collections.Counter[Part] = collections.Counter()
     for weight in weights:
-        if weight.alone:
+        if weight.alone and not weight.is_small:
             counts[weight.part] += weight.num_stages
     alone: list[Part] = []
     others: list[Part] = []

@@ -5,13 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.cast_weights import SMALL, WeightReader
+from jpipe.engine.cast_weights import SMALL, WeightReader, cast_together
 from jpipe.engine.context import StageContext
 from jpipe.layers.backward import LayerProgram
 from jpipe.mesh import FSDP
@@ -43,7 +41,7 @@ class StageWeights(NamedTuple):
         """The weights that a pass, "forward" or "backward", reads."""
         constants = read.mutable_state if "mutable_state" in read else {}
         weights = WeightReader.of(stage.spec, read, weight_pass, stage.branch.row)
-        return cls(stage, weights, constants, _small_at_once(stage, weights.arrays))
+        return cls(stage, weights, constants, _small_at_once(stage, weights))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
         """Brings the weights of layer i of a run that are in host memory to the device."""
@@ -78,32 +76,27 @@ class StageWeights(NamedTuple):
         return [*self.layer_weights(run, i, fetched), *constants]
 
 
-def _small_at_once(stage: StageContext, arrays: Packed) -> dict[tuple[Place, Any], jax.Array]:
-    """The small weights of all layers in the dtypes that they are cast to; none if this is no GPU.
+def _small_at_once(stage: StageContext, weights: WeightReader) -> dict[tuple[Place, Any], jax.Array]:
+    """The small weights of all layers in the dtypes that they are cast to, but for those with copies of their own; none
+    if this is no GPU.
 
-    Layers have many biases and scales, and a GPU starts a kernel for each that is read. XLA joins casts of one size to
-    one kernel if they read the result of another kernel, but not if they read an argument of a branch, and it joins no
-    reads of what is cast already. So one kernel copies the weights, and a few others cast them.
+    Layers have many biases and scales, and a GPU starts a kernel for each that is read.
     """
     if not stage.joins:
         return {}
-    small: dict[tuple[Place, Any], jax.Array] = {}
-    groups: dict[Any, dict] = {}
+    arrays, groups = weights.arrays, dict[np.dtype, dict[tuple[Place, int], tuple[jax.Array, np.dtype]]]()
     for run in stage.program.runs:
         for place, dtype in zip(run.parameters, stage.stages.layer_kinds[run.kind].read_dtypes, strict=True):
             stored_dtype = arrays[place.array].dtype
             alone = place.on_host or any(place.spec) or stored_dtype == dtype
             if not alone and math.prod(place.shape) <= SMALL:
+                group = groups.setdefault(stored_dtype, {})
                 for i in range(run.longest):
-                    value = packing.read(arrays, place, stage.version, i)
-                    groups.setdefault((stored_dtype, dtype), {})[place, i] = value
-    for (_, dtype), values in groups.items():
-        ends = np.cumsum([value.size for value in values.values()])[:-1]
-        flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
-        parts = jnp.split(lax.optimization_barrier(flat), ends)
-        cast = lax.optimization_barrier([part.astype(dtype) for part in parts])
-        for (key, value), part in zip(values.items(), cast, strict=True):
-            small[key] = part.reshape(value.shape)
+                    if not weights.is_copied_alone(place, i):
+                        group[place, i] = packing.read(arrays, place, stage.version, i), dtype
+    small: dict[tuple[Place, Any], jax.Array] = {}
+    for group in groups.values():
+        small |= zip(group, cast_together([*group.values()]), strict=True)
     return small
 
 

@@ -22,6 +22,7 @@ from jpipe.engine import cast_weights, stage_weights
 from jpipe.gradients import apart
 from jpipe.lowering.target import CPU, GPU, TARGETS
 from jpipe.optim import correct_discrepancy, corrected_params
+from jpipe.packing import Part
 from models import MLP
 
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
@@ -109,12 +110,12 @@ def test_training_is_that_of_casts_in_every_layer(schedule, num_stages, options,
 UNROLLED = dataclasses.replace(GPU, compiler_options={}, profiled_options={})
 
 
-def spec_of_equal_training(monkeypatch, *case, family, targets):
+def spec_of_equal_training(monkeypatch, *case, family, targets, small=8):
     """The pass of a pipeline that casts once, with the facts of the second target. It trains as one that casts in every
-    layer, with the facts of the first.
+    layer, with the facts of the first. Weights of up to `small` numbers are small.
     """
     for module in (cast_weights, stage_weights):
-        monkeypatch.setattr(module, "SMALL", 8)
+        monkeypatch.setattr(module, "SMALL", small)
     with jax.enable_x64(True):
         want_losses, want, _ = trained(monkeypatch, False, *case, target=targets[0], family=family)
         losses, params, pipe = trained(monkeypatch, True, *case, target=targets[1], family=family)
@@ -238,6 +239,40 @@ def test_copies_of_rows(schedule, num_stages, options, family, monkeypatch):
     assert spec.rows_apart
 
 
+@pytest.mark.parametrize(
+    "schedule, num_stages, options, family",
+    [
+        ("pipedream_2bw/paired", 2, {}, FAMILY),
+        exhaustive("one_f_one_b", 3, {}, FAMILY),
+        exhaustive("interleaved", 2, {}, FAMILY),
+        exhaustive("interleaved", 2, {}, EQUAL),
+        exhaustive("zero_bubble_v", 2, {}, EQUAL),
+        exhaustive("pipedream_2bw/unit", 3, {}, EQUAL),
+        exhaustive("pipedream/2-1", 2, {}, FAMILY),
+        exhaustive("pipedream/unit", 3, {}, FAMILY),
+        exhaustive("pipemare/paired", 3, {"backward_params": corrected_params}, FAMILY),
+        exhaustive("pipemare/paired", 2, {"ties": [[(1, "linear.kernel"), (2, "linear.kernel")]]}, EQUAL),
+        exhaustive("pipedream_2bw/paired", 2, {"mesh": {"data": 2}, "shard_optimizer": True}, EQUAL),
+    ],
+    ids=named,
+)
+@pytest.mark.filterwarnings("ignore:.*bubble", "ignore:.*stages hold")
+def test_copies_of_small_weights(schedule, num_stages, options, family, monkeypatch):
+    """Each weight of any stage has a copy, which may overlap another, if its row is known; else a pass casts it."""
+    targets = CPU, dataclasses.replace(UNROLLED, sums_apart=True)
+    case = schedule, num_stages, options
+    spec = spec_of_equal_training(monkeypatch, *case, family=family, targets=targets, small=2**14)
+    parts = {part for parts in cast_weights.parts_with_copies(spec).values() for part in parts}
+    leaves = {
+        Part.of_leaf(place, i).as_stored
+        for program in spec.stages.programs
+        for run in program.runs
+        for place in run.parameters
+        for i in range(run.longest)
+    }
+    assert (leaves <= {part.as_stored for part in parts}) == (spec.rows.num_rows == 1 or spec.rows_apart)
+
+
 def test_few_versions_have_branches(monkeypatch):
     """A stage with three versions of its weights would be compiled three times."""
     monkeypatch.setitem(TARGETS, "cpu", dataclasses.replace(UNROLLED, sums_apart=True))
@@ -255,7 +290,7 @@ def test_few_versions_have_branches(monkeypatch):
 
 
 def test_which_weights_have_copies(monkeypatch):
-    """Those that most stages have at the same indices, and one copy of all others."""
+    """Those that most stages have at the same indices, one copy of all others, and each small one."""
     monkeypatch.setattr(cast_weights, "SMALL", 8)
     monkeypatch.setitem(TARGETS, "cpu", UNROLLED)
 
@@ -277,11 +312,13 @@ def test_which_weights_have_copies(monkeypatch):
 
     size, members = parts_of([4] * 5)
     assert size == 2 * (16 + 4)
-    assert [stop - start for start, stop in members] == [16, 16]  # biases of 4 are small
+    assert [stop - start for start, stop in members] == [4, 4, 16, 16]  # biases of 4 are small
     # Two stages have three layers of 4 x 4. The ends have two, beside one of 12 x 4, or of 4 x 12.
     size, members = parts_of([12, *[4] * 11, 12], 4, boundaries=[3, 6, 9])
     assert size == 2 * (4 + 16) + 12 + 48  # the last stage
-    *alone, (start, stop) = members
+    small = [(a, b) for a, b in members if b - a <= 8]
+    assert small == sorted(set(small)) and {b - a for a, b in small} == {4}  # of any stage, wherever they lie
+    *alone, (start, stop) = members[len(small) :]
     assert [start % 20 for start, _ in alone] == [alone[0][0]] * 3  # in all middle stages, and two in all
     assert {b - a for a, b in alone} == {16} and alone[2][1] <= 60
     assert 40 <= start <= 44 and stop == size  # 48 of either end
