@@ -108,12 +108,12 @@ class WeightReader(NamedTuple):
 
     Attributes:
       arrays: arrays with the weights, as they are stored.
-      copies: name of an array -> its parts that have copies, each with its copy.
+      copies: name of an array -> its parts that have copies -> the copy.
       rows_apart: the names of those arrays whose copies are of one row alone.
     """
 
     arrays: Packed
-    copies: Mapping[str, Sequence[tuple[Part, jax.Array]]]
+    copies: Mapping[str, Mapping[Part, jax.Array]]
     rows_apart: Collection[str] = ()
 
     @classmethod
@@ -128,32 +128,35 @@ class WeightReader(NamedTuple):
         """
         newest = weight_pass if weight_pass in read.read_parameters else "parameters"
         sources = {"constants": read.constants, newest: _sources(read)[newest]}
-        copies: dict[str, list[tuple[Part, jax.Array]]] = {}
+        copies: dict[str, dict[Part, jax.Array]] = {}
         cast = {use: source for use, source in sources.items() if use in read.cast_weights}
         rows_apart = [name for source in cast.values() for name in source if _num_rows_apart(spec, name) > 1]
         for use, parts_of_arrays in _parts(spec, cast).items():
             for array, parts in parts_of_arrays.items():
-                names = [part.row_name(row if array in rows_apart else 0) for part in parts]
-                copies[array] = list(zip(parts, map(read.cast_weights[use].__getitem__, names), strict=True))
+                number = row if array in rows_apart else 0
+                copies[array] = {part: read.cast_weights[use][part.row_name(number)] for part in parts}
         return cls({**sources["constants"], **sources[newest]}, copies, rows_apart)
 
-    def is_copied_alone(self, place: Place, i: int) -> bool:
-        """Whether the weight of layer i at a place has a copy of its own."""
-        leaf = Part.of_leaf(place, i).as_stored
-        return any(part.as_stored == leaf for part, _ in self.copies.get(place.array, ()))
+    def copied_alone(self, place: Place, i: jax.Array | int) -> Part | None:
+        """The part that is the weight of layer i at a place; None if it has no copy of its own."""
+        if not isinstance(i, int):
+            return None
+        leaf, parts = Part.of_leaf(place, i), self.copies.get(place.array, {})
+        return next((part for part in (leaf, leaf.as_stored) if part in parts), None)
 
     def read(self, place: Place, lead: packing.Lead, i: jax.Array | int = 0) -> jax.Array:
         """The weight of layer i at a place, in the dtype that it is stored in.
 
         A layer casts it back to the dtype of a copy, and XLA removes both casts.
         """
-        for part, copy in self.copies.get(place.array, ()):
-            if part.holds(place, i):
-                there = dataclasses.replace(place, base=place.base - part.start, spec=part.spec or place.spec)
-                row = [0] if place.array in self.rows_apart else lead
-                value = packing.read({place.array: copy}, there, row, i).astype(self.arrays[place.array].dtype)
-                return part.restored(value[None])[0]
-        return packing.read(self.arrays, place, lead, i)
+        parts = self.copies.get(place.array, {})
+        part = self.copied_alone(place, i) or next((part for part in parts if part.holds(place, i)), None)
+        if part is None:
+            return packing.read(self.arrays, place, lead, i)
+        there = dataclasses.replace(place, base=place.base - part.start, spec=part.spec or place.spec)
+        row = [0] if place.array in self.rows_apart else lead
+        value = packing.read({place.array: parts[part]}, there, row, i).astype(self.arrays[place.array].dtype)
+        return part.restored(value[None])[0]
 
 
 def _sources(arrays: TickArrays) -> Mapping[str, Packed]:
@@ -208,8 +211,8 @@ def cast_together(values: Sequence[tuple[jax.Array, np.dtype]]) -> list[jax.Arra
     XLA for GPUs joins casts of one size to one kernel if they read the result of another kernel, but not if they read
     an argument of a branch or of the program. So one kernel copies all values, and a few others cast them.
     """
-    if not values:
-        return []
+    if len(values) < 2:
+        return [value.astype(dtype) for value, dtype in values]
     # Else XLA may split small values over axes of the mesh, and exchange them in branches that not all devices enter.
     flat = packing.split_as((None,), jnp.concatenate([value.reshape(-1) for value, _ in values]))
     parts = jnp.split(lax.optimization_barrier(flat), np.cumsum([value.size for value, _ in values])[:-1])

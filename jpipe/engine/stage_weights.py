@@ -92,7 +92,7 @@ def _small_at_once(stage: StageContext, weights: WeightReader) -> dict[tuple[Pla
             if not alone and math.prod(place.shape) <= SMALL:
                 group = groups.setdefault(stored_dtype, {})
                 for i in range(run.longest):
-                    if not weights.is_copied_alone(place, i):
+                    if weights.copied_alone(place, i) is None:
                         group[place, i] = packing.read(arrays, place, stage.version, i), dtype
     small: dict[tuple[Place, Any], jax.Array] = {}
     for group in groups.values():
