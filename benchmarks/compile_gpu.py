@@ -392,6 +392,10 @@ def main() -> None:
         requests = further_rows(sizes, flags, stages=4)
     known = {key(row): row for row in saved(out)} if args.refresh else {}
     if args.refresh:
+        if not known:
+            parser.error(
+                f"--refresh brings saved rows up to date, and there are none in {out}. Leave it out, or give --out."
+            )
         requests = map(request_of, known.values())
     for request in requests:
         row = compile_in_process(args, request, known.get(key(request), {}))
