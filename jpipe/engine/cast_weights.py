@@ -22,6 +22,7 @@ The weights that a forward or a backward reads first have copies that are whole 
 of other layers while the layer before computes, but moves no gather into the branch before.
 """
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -278,7 +279,7 @@ def parts_with_copies(spec: PassSpec) -> dict[str, dict[Part, np.dtype]]:
         stored = spec.stages.parameters.arrays[name].dtype
         copies = {part: _read_dtype(members, part.covers, stored) or stored for part in changed if part.array == name}
         copies |= _small_copies(members, copies, stored) if unrolled else {}
-        others = [weight for weight in members if not any(part.covers(weight.part) for part in copies)]
+        others = [weight for weight in members if not _is_covered(weight, copies)]
         others = [weight._replace(part=weight.part.as_stored) for weight in others]
         if any(is_narrower(weight.dtype, stored) for weight in others):
             alone = _without_overlap(others) if unrolled else []
@@ -347,10 +348,21 @@ def _small_copies(weights: Sequence[_Weight], copies: Collection[Part], stored: 
     All weights that lie in a part are read in one dtype. The shortest parts come first, because a weight is read from
     the first part that holds it.
     """
-    small = [w for w in weights if w.is_small and w.alone and not any(part.covers(w.part) for part in copies)]
-    parts = sorted({weight.part.as_stored for weight in small}, key=lambda part: (part.size, part))
-    dtypes = {part: _read_dtype(small, part.covers, stored) for part in parts}
-    return {part: dtype for part, dtype in dtypes.items() if dtype is not None}
+    small = [w for w in weights if w.is_small and w.alone and not _is_covered(w, copies)]
+    small.sort(key=lambda weight: weight.part.start)
+    starts = [weight.part.start for weight in small]
+    result = {}
+    for part in sorted({weight.part.as_stored for weight in small}, key=lambda part: (part.size, part)):
+        near = slice(bisect.bisect_left(starts, part.start), bisect.bisect_left(starts, part.stop))
+        if (dtype := _read_dtype(small[near], part.covers, stored)) is not None:
+            result[part] = dtype
+    return result
+
+
+def _is_covered(weight: _Weight, copies: Collection[Part]) -> bool:
+    """Whether a weight lies in a part that has a copy."""
+    is_copied_alone = weight.part in copies or weight.part.as_stored in copies  # as most are
+    return is_copied_alone or any(part.covers(weight.part) for part in copies)
 
 
 def _changed(weights: Sequence[_Weight]) -> list[Part]:
