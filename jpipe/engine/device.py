@@ -247,13 +247,15 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
         device.num_entered,
         spec.schedule.num_microbatches,
     )
-    rows_before: Any = None
-    if late and updates[:-1].any():
+    updates_before, ticks_rows = late and bool(updates[:-1].any()), rows
+    if updates_before:
+        # A tick reads its row and the one before by one kernel.
         rows_before = jnp.concatenate([jnp.full_like(rows[:1], -1), rows[:-1]])
+        ticks_rows = jnp.concatenate([rows, rows_before], axis=1)
 
-    def tick(phase: TickRange, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
-        row, row_before = xs
-        if row_before is not None:
+    def tick(phase: TickRange, arrays: TickArrays, row: jax.Array) -> tuple[TickArrays, None]:
+        if updates_before:
+            row, row_before = jnp.split(row, 2)
             before = TickScalars(spec.scalars, row_before)
             arrays = _update(device, before, before.updates, arrays)
         scalars = TickScalars(spec.scalars, row, phase.ticks)
@@ -261,16 +263,14 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
         return _tick(device, phase, scalars, here, arrays), None
 
     for phase in spec.lowered.phases:
-        ticks = slice(phase.start, phase.stop)
         # The ticks of the phase receive nothing of operations that it does not have.
         if isinstance(device, TrainingDevice) and "forward" not in phase.operations:
             arrays = loss_of(device.spec).before_backwards(device, arrays)
         _, pending = _received(spec, phase, arrays)
         first = TickScalars(spec.scalars, rows[phase.start])
         arrays = receive(spec, arrays, first, pending)
-        xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, rows_before))
         with jax.named_scope(ticks_text(phase.ticks)):
-            arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
+            arrays, _ = lax.scan(functools.partial(tick, phase), arrays, ticks_rows[phase.start : phase.stop])
     if late and updates[-1]:
         scalars = TickScalars(spec.scalars, rows[-1], range(len(updates) - 1, len(updates)))
         arrays = _update(device, scalars, True, arrays)
