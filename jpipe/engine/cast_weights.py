@@ -88,7 +88,10 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
                 if num_apart > 1:
                     new = _copies(row, parts, _Kept(old, keeps | (number != r)))
                 else:
-                    old_rows = {part: lax.dynamic_index_in_dim(copy, number) for part, copy in old.items()}
+                    old_rows = {
+                        part: lax.dynamic_index_in_dim(copy, number, allow_negative_indices=False)
+                        for part, copy in old.items()
+                    }
                     new = {
                         part: lax.dynamic_update_slice_in_dim(old[part], copy, number, 0, allow_negative_indices=False)
                         for part, copy in _copies(row, parts, _Kept(old_rows, keeps)).items()
