@@ -1,9 +1,12 @@
-"""Picks of a number from each row, where XLA cannot split them.
+"""Gathers and scatters that XLA cannot split.
 
 `jnp.take_along_axis`, with which a cross-entropy reads the logits of labels, is a gather, and its derivative adds by a
 scatter. XLA ends the process where an axis of the mesh splits the rows, another one splits what is picked from, and
 stages are devices of a third: with rows over "fsdp" and a vocabulary over "model", say. There a pick is the sum of the
 numbers whose index is the wanted one, all others taken as zero. This is the same number, and XLA splits it as any sum.
+
+Since JAX 0.11 it ends at other gathers there too, such as that of an embedding whose words "model" splits. So an array
+is whole along the dims that it is indexed by.
 """
 
 import functools
@@ -14,13 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 NAMES = ("gather", "scatter-add")
 """The names of the equations that may be picks."""
 
+SPLITS_INDEXED = jax.__version_info__ < (0, 11)
+"""Whether XLA splits other gathers and scatters along a dim that they are indexed by, too, such as the words of an
+embedding.
+"""
+
 
 def replaced(eqn: Any) -> Callable[..., jax.Array] | None:
-    """What computes a pick by a sum, where two axes are left to XLA; None for all other equations."""
+    """What computes an equation where two axes are left to XLA and it cannot split that; None for all others."""
     if eqn.primitive.name not in NAMES or not _splits_by_two_axes():
         return None
     numbers = eqn.params["dimension_numbers"]
@@ -30,8 +39,17 @@ def replaced(eqn: Any) -> Callable[..., jax.Array] | None:
     others = tuple(dim for dim in range(operand.ndim) if dim not in rest)
     num_picks = np.prod(indices.shape[:-1]) / np.prod([operand.shape[dim] for dim in others])
     if len(rest) != 1 or window or others != tuple(numbers.operand_batching_dims) or num_picks != 1:
-        return None
+        return None if SPLITS_INDEXED else functools.partial(_whole, eqn)
     return functools.partial(_pick if eqn.primitive.name == "gather" else _add, eqn.params)
+
+
+def _whole(eqn: Any, operand: jax.Array, *others: jax.Array) -> jax.Array:
+    """The result of an equation, with an operand that no axis splits along the dims that it is indexed by."""
+    numbers = eqn.params["dimension_numbers"]
+    indexed = numbers.start_index_map if eqn.primitive.name == "gather" else numbers.scatter_dims_to_operand_dims
+    spec = [None if dim in indexed else PartitionSpec.UNCONSTRAINED for dim in range(operand.ndim)]
+    operand = lax.with_sharding_constraint(operand, PartitionSpec(*spec))
+    return eqn.primitive.bind(operand, *others, **eqn.params)
 
 
 def _splits_by_two_axes() -> bool:

@@ -17,6 +17,7 @@ ROWS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5)), jnp.floa
 @pytest.fixture
 def two_axes(monkeypatch):
     monkeypatch.setattr(picks, "_splits_by_two_axes", lambda: True)
+    monkeypatch.setattr(picks, "SPLITS_INDEXED", True)
 
 
 def labels(axis, *values):
