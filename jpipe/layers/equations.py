@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.layers import collectives, constraint, convolution, kernels, mapped, picks
+from jpipe.layers import collectives, constraint, convolution, indexing, kernels, mapped
 from jpipe.layers.expressions import (
     CALLS,
     CHECKPOINT,
@@ -266,8 +266,8 @@ def bind(eqn: Any, values: Sequence) -> list:
         return [lax.axis_index(**eqn.params)]
     if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
         return replaced(*values)
-    if (pick := picks.replaced(eqn)) is not None:
-        return [pick(*values)]
+    if (split := indexing.replaced(eqn)) is not None:
+        return [split(*values)]
     eqn = _on_surroundings(eqn)
     compute = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
     with eqn.ctx.manager:

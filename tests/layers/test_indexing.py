@@ -1,4 +1,4 @@
-"""Picks of a number from each row: see `jpipe.layers.picks`."""
+"""Gathers and scatters where two axes are left to XLA: see `jpipe.layers.indexing`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.layers import picks
+from jpipe.layers import indexing
 from jpipe.layers.equations import Equations
 from models import Transformer
 
@@ -16,8 +16,8 @@ ROWS = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 5)), jnp.floa
 
 @pytest.fixture
 def two_axes(monkeypatch):
-    monkeypatch.setattr(picks, "_splits_by_two_axes", lambda: True)
-    monkeypatch.setattr(picks, "SPLITS_INDEXED", True)
+    monkeypatch.setattr(indexing, "_splits_by_two_axes", lambda: True)
+    monkeypatch.setattr(indexing, "SPLITS_INDEXED", True)
 
 
 def labels(axis, *values):
@@ -29,7 +29,7 @@ def assert_same(function, *arguments):
     """The equations compute what JAX does, without a gather and a scatter."""
     program = Equations.of(jax.make_jaxpr(function)(*arguments))
     text = str(jax.make_jaxpr(program)(*arguments))
-    assert not any(f"{name}[" in text for name in picks.NAMES)
+    assert not any(f"{name}[" in text for name in indexing.NAMES)
     jax.tree.map(np.testing.assert_array_equal, program(*arguments)[0], function(*arguments))
 
 
