@@ -52,7 +52,8 @@ test-wheel: $(RELEASE_STAMP)
 
 # Two users of one README get two versions of JAX: 0.10 with Python 3.11, and a newer one with later Pythons.
 test-new: TESTS := tests/schedules/test_every_schedule.py tests/engine/test_engine.py tests/test_reference.py \
-	tests/pipeline/test_transparency.py tests/pipeline/test_asynchronous.py tests/checkpoints/test_checkpoints.py
+	tests/pipeline/test_transparency.py tests/pipeline/test_asynchronous.py tests/checkpoints/test_checkpoints.py \
+	tests/layers/test_indexing.py
 test-zoo-new: TESTS := tests/flax_zoo
 test-new test-zoo-new:
 	@if $(NEW_PYTHON) -c '' 2>/dev/null; then $(MAKE) --no-print-directory $(NEW)/requirements.stamp in-new TESTS="$(TESTS)"; \
