@@ -77,34 +77,36 @@ def recast_weights(device: TrainingDevice, scalars: TickScalars, arrays: TickArr
     if spec.ties or spec.schedule.has_copies:  # weights of other lanes have changed too
         return arrays.replace(cast_weights={**arrays.cast_weights, **_cast(spec, sources)})
 
-    def recast(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
+    def recast_lane(lane: LaneScalars, _: object, num_updates: jax.Array | int, written: Written) -> Written:
         lead, cast = device.lead("parameters", lane.row), written.cast_weights
 
-        def recast_array(use: str, name: str, parts: Mapping[Part, np.dtype]) -> Iterator[tuple[str, jax.Array]]:
+        def recast_array(use: str, name: str, parts: Mapping[Part, np.dtype]) -> dict[str, jax.Array]:
             (number,), num_apart = lead(name), _num_rows_apart(spec, name)
             row = lax.dynamic_index_in_dim(sources[use][name], number, allow_negative_indices=False)
-            for r in range(num_apart):
-                old, keeps = {part: cast[use][part.row_name(r)] for part in parts}, num_updates == 0
-                if num_apart > 1:
-                    new = _copies(row, parts, _Kept(old, keeps | (number != r)))
-                else:
-                    old_rows = {
-                        part: lax.dynamic_index_in_dim(copy, number, allow_negative_indices=False)
-                        for part, copy in old.items()
-                    }
-                    new = {
-                        part: lax.dynamic_update_slice_in_dim(old[part], copy, number, 0, allow_negative_indices=False)
-                        for part, copy in _copies(row, parts, _Kept(old_rows, keeps)).items()
-                    }
-                yield from ((part.row_name(r), copy) for part, copy in new.items())
+            if num_apart > 1:
+                new: dict[str, jax.Array] = {}
+                for r in range(num_apart):
+                    old = {part: cast[use][part.row_name(r)] for part in parts}
+                    kept = _Kept(old, (num_updates == 0) | (number != r))
+                    new |= {part.row_name(r): copy for part, copy in _copies(row, parts, kept).items()}
+                return new
+            old = {part: cast[use][part.name] for part in parts}
+            old_rows = {
+                part: lax.dynamic_index_in_dim(copy, number, allow_negative_indices=False) for part, copy in old.items()
+            }
+            return {
+                part.name: lax.dynamic_update_slice_in_dim(old[part], copy, number, 0, allow_negative_indices=False)
+                for part, copy in _copies(row, parts, _Kept(old_rows, num_updates == 0)).items()
+            }
 
-        new = {
-            use: dict(itertools.chain(*(recast_array(use, name, parts) for name, parts in parts_of_arrays.items())))
-            for use, parts_of_arrays in _parts(spec, sources).items()
-        }
-        return written.replace(cast_weights={**cast, **new})
+        recast: dict[str, dict[str, jax.Array]] = {}
+        for use, parts_of_arrays in _parts(spec, sources).items():
+            recast[use] = {}
+            for name, parts in parts_of_arrays.items():
+                recast[use] |= recast_array(use, name, parts)
+        return written.replace(cast_weights={**cast, **recast})
 
-    return run_lanes(device, scalars, "cast", ["cast_weights"], recast, arrays)
+    return run_lanes(device, scalars, "cast", ["cast_weights"], recast_lane, arrays)
 
 
 class WeightReader(NamedTuple):

@@ -266,8 +266,9 @@ def bind(eqn: Any, values: Sequence) -> list:
         return [lax.axis_index(**eqn.params)]
     if (replaced := collectives.replaced(eqn.primitive.name, eqn.params)) is not None:
         return replaced(*values)
-    if (split := indexing.replaced(eqn)) is not None:
-        return [split(*values)]
+    if (pick := indexing.replaced(eqn)) is not None:
+        return [pick(*values)]
+    values = indexing.whole(eqn, values)
     eqn = _on_surroundings(eqn)
     compute = functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
     with eqn.ctx.manager:

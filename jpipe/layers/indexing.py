@@ -10,8 +10,9 @@ is whole along the dims that it is indexed by.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,28 +29,75 @@ embedding.
 """
 
 
+class _Indexing(NamedTuple):
+    """What a gather and a scatter have in common.
+
+    Attributes:
+      dims: the dims of the operand that are indexed.
+      single: those of which a result or an update has no dim.
+      window: the dims of a result or an update that are no dims of the indices.
+      batching: the dims of the operand, and those of the indices, whose rows belong together.
+      mode: what becomes of an index that is none of the operand.
+    """
+
+    dims: tuple[int, ...]
+    single: tuple[int, ...]
+    window: tuple[int, ...]
+    batching: tuple[tuple[int, ...], tuple[int, ...]]
+    mode: lax.GatherScatterMode
+
+    @classmethod
+    def of(cls, eqn: Any) -> "_Indexing":
+        numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+        if eqn.primitive.name == "gather":
+            batching = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+            return cls(numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims, batching, mode)
+        batching = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+        window = numbers.update_window_dims
+        return cls(numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims, window, batching, mode)
+
+    def is_pick(self, operand: Any, indices: Any) -> bool:
+        """Whether it is of one number of each row of the operand."""
+        rows = tuple(dim for dim in range(operand.ndim) if dim not in self.single)
+        num_rows = math.prod(operand.shape[dim] for dim in rows)
+        is_of_rows = len(self.single) == 1 and not self.window and rows == tuple(self.batching[0])
+        return is_of_rows and math.prod(indices.shape[:-1]) == num_rows
+
+    def row_index(self, operand: jax.Array, indices: jax.Array) -> jax.Array:
+        """The index of a pick in each row, of the operand's shape but for one in the dim that is picked from."""
+        index = self.by_row(operand, indices[..., 0])
+        return jnp.clip(index, 0, operand.shape[self.dim] - 1) if self.mode == lax.GatherScatterMode.CLIP else index
+
+    def by_row(self, operand: jax.Array, values: jax.Array) -> jax.Array:
+        """A value of each row of a pick, in the shape of `row_index`."""
+        _, batching = self.batching
+        shape = [1 if n == self.dim else size for n, size in enumerate(operand.shape)]
+        return jnp.moveaxis(values, batching, range(len(batching))).reshape(shape)
+
+    @property
+    def dim(self) -> int:
+        """The dim that is picked from."""
+        return self.single[0]
+
+
 def replaced(eqn: Any) -> Callable[..., jax.Array] | None:
-    """What computes an equation where two axes are left to XLA and it cannot split that; None for all others."""
+    """What computes a pick where two axes are left to XLA; None for all other equations."""
     if eqn.primitive.name not in NAMES or not _splits_by_two_axes():
         return None
-    numbers = eqn.params["dimension_numbers"]
-    operand, indices = (v.aval for v in eqn.invars[:2])
-    rest = numbers.collapsed_slice_dims if eqn.primitive.name == "gather" else numbers.inserted_window_dims
-    window = numbers.offset_dims if eqn.primitive.name == "gather" else numbers.update_window_dims
-    others = tuple(dim for dim in range(operand.ndim) if dim not in rest)
-    num_picks = np.prod(indices.shape[:-1]) / np.prod([operand.shape[dim] for dim in others])
-    if len(rest) != 1 or window or others != tuple(numbers.operand_batching_dims) or num_picks != 1:
-        return None if SPLITS_INDEXED else functools.partial(_whole, eqn)
-    return functools.partial(_pick if eqn.primitive.name == "gather" else _add, eqn.params)
+    indexing = _Indexing.of(eqn)
+    if not indexing.is_pick(*(v.aval for v in eqn.invars[:2])):
+        return None
+    return functools.partial(_pick if eqn.primitive.name == "gather" else _add, eqn.params, indexing)
 
 
-def _whole(eqn: Any, operand: jax.Array, *others: jax.Array) -> jax.Array:
-    """The result of an equation, with an operand that no axis splits along the dims that it is indexed by."""
-    numbers = eqn.params["dimension_numbers"]
-    indexed = numbers.start_index_map if eqn.primitive.name == "gather" else numbers.scatter_dims_to_operand_dims
-    spec = [None if dim in indexed else PartitionSpec.UNCONSTRAINED for dim in range(operand.ndim)]
-    operand = lax.with_sharding_constraint(operand, PartitionSpec(*spec))
-    return eqn.primitive.bind(operand, *others, **eqn.params)
+def whole(eqn: Any, values: Sequence) -> Sequence:
+    """The operands of an equation. No axis splits the first along the dims that it is indexed by, if XLA cannot."""
+    if SPLITS_INDEXED or eqn.primitive.name not in NAMES or not _splits_by_two_axes():
+        return values
+    operand, *others = values
+    dims = _Indexing.of(eqn).dims
+    spec = [None if dim in dims else PartitionSpec.UNCONSTRAINED for dim in range(operand.ndim)]
+    return [lax.with_sharding_constraint(operand, PartitionSpec(*spec)), *others]
 
 
 def _splits_by_two_axes() -> bool:
@@ -57,18 +105,27 @@ def _splits_by_two_axes() -> bool:
     return sum(mesh.shape[name] > 1 for name in mesh.auto_axes) > 1
 
 
-def _pick(params: Any, operand: jax.Array, indices: jax.Array) -> jax.Array:
+def _pick(params: Any, indexing: _Indexing, operand: jax.Array, indices: jax.Array) -> jax.Array:
     """One number of each row of the operand."""
-    numbers = params["dimension_numbers"]
-    (dim,), batching = numbers.collapsed_slice_dims, numbers.start_indices_batching_dims
-    index = _index(params, operand, indices, dim, batching)
-    zero = jnp.zeros((), operand.dtype)
-    picked = jnp.where(_is_at(operand, index, dim), operand, zero).sum(dim, dtype=operand.dtype)
-    if params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+    dim, index = indexing.dim, indexing.row_index(operand, indices)
+    picked = jnp.where(_is_at(operand, index, dim), operand, jnp.zeros((), operand.dtype))
+    picked = picked.sum(dim, dtype=operand.dtype)
+    if indexing.mode == lax.GatherScatterMode.FILL_OR_DROP:
         inside = ((index >= 0) & (index < operand.shape[dim])).squeeze(dim)
         picked = jnp.where(inside, picked, jnp.asarray(_fill_value(params, operand.dtype), operand.dtype))
+    _, batching = indexing.batching
     spread = picked.reshape(*picked.shape, *[1] * (indices.ndim - 1 - picked.ndim))
     return jnp.moveaxis(spread, range(picked.ndim), batching)
+
+
+def _add(params: Any, indexing: _Indexing, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    """The operand, with an update added to one number of each row."""
+    is_at = _is_at(operand, indexing.row_index(operand, indices), indexing.dim)
+    return operand + jnp.where(is_at, indexing.by_row(operand, updates), jnp.zeros((), operand.dtype))
+
+
+def _is_at(operand: jax.Array, index: jax.Array, dim: int) -> jax.Array:
+    return lax.broadcasted_iota(index.dtype, operand.shape, dim) == index
 
 
 def _fill_value(params: Any, dtype: np.dtype) -> Any:
@@ -81,30 +138,3 @@ def _fill_value(params: Any, dtype: np.dtype) -> Any:
         return True
     limits = jnp.iinfo(dtype)
     return limits.max if jnp.issubdtype(dtype, jnp.unsignedinteger) else limits.min
-
-
-def _add(params: Any, operand: jax.Array, indices: jax.Array, updates: jax.Array) -> jax.Array:
-    """The operand, with an update added to one number of each row."""
-    numbers = params["dimension_numbers"]
-    (dim,), batching = numbers.inserted_window_dims, numbers.scatter_indices_batching_dims
-    index = _index(params, operand, indices, dim, batching)
-    update = jnp.expand_dims(_by_row(updates, operand, dim, batching), dim)
-    return operand + jnp.where(_is_at(operand, index, dim), update, jnp.zeros((), operand.dtype))
-
-
-def _index(params: Any, operand: jax.Array, indices: jax.Array, dim: int, batching: tuple[int, ...]) -> jax.Array:
-    """The index of each row, of the operand's shape but for one in the dim that is picked from."""
-    index = _by_row(indices[..., 0], operand, dim, batching)
-    if params["mode"] == lax.GatherScatterMode.CLIP:
-        index = jnp.clip(index, 0, operand.shape[dim] - 1)
-    return jnp.expand_dims(index, dim)
-
-
-def _by_row(values: jax.Array, operand: jax.Array, dim: int, batching: tuple[int, ...]) -> jax.Array:
-    """A value of each row, in the order of the operand's dims."""
-    shape = [size for n, size in enumerate(operand.shape) if n != dim]
-    return jnp.moveaxis(values, batching, range(len(batching))).reshape(shape)
-
-
-def _is_at(operand: jax.Array, index: jax.Array, dim: int) -> jax.Array:
-    return lax.broadcasted_iota(index.dtype, operand.shape, dim) == index
